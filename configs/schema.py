@@ -1,0 +1,174 @@
+"""Every configuration key: its type, its default and one comment. The YAML files beside this one only choose values.
+
+The dataclasses are Hydra structured configs, so an unknown key or a wrong type fails while the configuration is composed.
+"""
+
+from dataclasses import dataclass, field
+
+from omegaconf import MISSING
+
+
+@dataclass
+class EncoderConfig:
+    """FastConformer over log-mel features; NeMo's definition, any size."""
+
+    mel_bins: int = 128  # features a frame of 10 ms
+    d_model: int = 1024  # width
+    n_layers: int = 32  # Conformer layers
+    n_heads: int = 8  # attention heads; d_model must be a multiple
+    ff_expansion: int = 4  # feed-forward width / d_model
+    conv_kernel: int = 9  # taps of the depthwise convolution, odd
+    conv_norm: str = "batch_norm"  # batch_norm (masked, running statistics) | layer_norm
+    freeze_batch_norm: bool = False  # use the running statistics and do not update them
+    subsampling_channels: int = 256  # channels of the three stride-2 convolutions
+    bias: bool = True  # biases in linear and convolution layers
+    xscaling: bool = False  # multiply the subsampled frames by sqrt(d_model)
+
+
+@dataclass
+class DecoderConfig:
+    """Hybrid language model: one letter of `pattern` a layer."""
+
+    pattern: str = "M*"  # M Mamba-2, * attention, E mixture of experts, - dense MLP
+    d_model: int = 2688  # width
+    vocab_size: int = 131072  # rows of the embedding and of the head
+    tie_embeddings: bool = False  # use the embedding as head
+    norm_eps: float = 1e-5  # epsilon of every RMSNorm
+    init_std: float = 0.02  # standard deviation of the weight initialisation
+    n_heads: int = 32  # query heads of an attention layer
+    n_kv_heads: int = 2  # key and value heads
+    head_dim: int = 128  # size of an attention head
+    rope_theta: float | None = None  # base of rotary positions; null: none
+    attention_bias: bool = False  # biases in the attention projections
+    qk_norm: bool = False  # RMSNorm over each query and key head
+    mamba_heads: int = 64  # heads of a Mamba-2 layer
+    mamba_head_dim: int = 64  # size of a Mamba head
+    mamba_groups: int = 8  # groups that share B and C
+    mamba_state: int = 128  # state size a head
+    mamba_conv: int = 4  # taps of the causal convolution
+    mamba_chunk: int = 128  # tokens a chunk of the scan
+    time_step_min: float = 0.001  # lower end of the initial step sizes, and the lower limit of dt
+    time_step_max: float = 0.1  # upper end of the initial step sizes
+    mlp_ffn: int = 0  # hidden width of a dense MLP layer
+    activation: str = "relu2"  # relu2 | swiglu, of experts and MLP
+    n_experts: int = 128  # routed experts a layer
+    top_k: int = 6  # experts a token
+    moe_ffn: int = 1856  # hidden width of a routed expert
+    shared_ffn: int = 3712  # hidden width of the shared expert; 0: none
+    router: str = "sigmoid"  # sigmoid | softmax scores, in fp32
+    n_group: int = 1  # groups of experts for group-limited choice
+    topk_group: int = 1  # groups a token may choose from
+    norm_topk: bool = True  # divide the chosen scores by their sum
+    routed_scaling: float = 2.5  # factor on the routed experts' weights
+    bias_update_rate: float = 0.0  # step of the loss-free balancing of the score-correction bias; 0: off
+
+
+@dataclass
+class ModelConfig:
+    encoder: EncoderConfig = field(default_factory=EncoderConfig)  # speech encoder
+    decoder: DecoderConfig = field(default_factory=DecoderConfig)  # language model
+
+
+@dataclass
+class RowSize:
+    """Static sizes of one packed row; see data/packing.py."""
+
+    tokens: int = MISSING  # text tokens and audio frames of all utterances
+    audio_frames: int = MISSING  # encoder frames (80 ms) that the flat audio row holds, gaps included
+    utterances: int = MISSING  # most utterances in a row
+    utterance_frames: int = MISSING  # most encoder frames of one utterance
+    label_tokens: int = MISSING  # most transcript tokens of one utterance (for CTC)
+
+
+@dataclass
+class DataConfig:
+    """Where utterances come from and how they are packed."""
+
+    kind: str = "manifest"  # manifest (NeMo JSONL or Lhotse cuts) | digits (the embedded demo)
+    manifest: str = MISSING  # training manifest, a path
+    validation: dict[str, str] = field(default_factory=dict)  # name -> manifest of each validation set
+    tokenizer: str = MISSING  # path of a tokenizer.json
+    prompt: str = "<|audio|>"  # text before the answer; <|audio|> marks the frames
+    audio_token: str = "<|audio|>"  # the placeholder's token in the tokenizer
+    eos_token: str = "<|eos|>"  # ends an answer; always supervised
+    pad_token: str = "<|pad|>"  # fills unused slots; may equal eos_token
+    sample_rate: int = 16000  # Hz; other rates are resampled
+    channels: str = "mean"  # mean | first | error, for files with several channels
+    rows: list[RowSize] = field(default_factory=list)  # allowed row sizes, smallest first
+    shuffle: bool = True  # draw a new order every epoch
+    on_bad_audio: str = "fail"  # fail | skip: unreadable, empty or truncated audio
+    on_bad_text: str = "fail"  # fail | skip: empty or non-string text
+    on_too_long: str = "fail"  # fail | skip: an utterance that fits in no row
+    max_skipped: float = 0.001  # share of skipped utterances above which the run stops
+    workers: int = 1  # data worker processes a rank
+    timeout_sec: int = 120  # longest wait for a batch
+    curriculum_steps: int = 0  # digits: string length grows from 1 to its maximum over these steps
+    min_words: int = 3  # digits: shortest string
+    max_words: int = 7  # digits: longest string
+    validation_utterances: int = 100  # digits: held-out strings to validate on
+
+
+@dataclass
+class ParallelConfig:
+    """Sizes of the mesh; the data-parallel size is derived from the number of processes."""
+
+    ep: int = 1  # processes over which the experts are split
+    dp_replicate: int = 1  # copies of the sharded model (HSDP)
+    cp: int = 1  # context parallelism
+    tp: int = 1  # tensor parallelism
+    pp: int = 1  # pipeline parallelism
+    reshard_after_forward: bool = True  # free gathered weights after a layer's forward and gather them again in backward
+    dispatch: str = "allgather"  # how tokens reach experts on other ranks
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW with linear warm-up and cosine decay."""
+
+    lr: float = 1e-4  # highest learning rate
+    min_lr: float = 1e-6  # learning rate at the end
+    warmup_steps: int = 1000  # steps of linear warm-up
+    betas: tuple[float, float] = (0.9, 0.98)  # decay of the first and second moment
+    eps: float = 1e-8  # added to the denominator
+    weight_decay: float = 0.01  # on matrices; not on norms, biases and one-dimensional parameters
+    clip_norm: float = 1.0  # highest global gradient norm; 0: no clipping
+
+
+@dataclass
+class TrainConfig:
+    """The loop."""
+
+    steps: int = 100000  # optimizer steps; also the length of the schedule
+    accumulate: int = 1  # micro-batches a step on each rank
+    ctc_weight: float = 0.0  # weight of the auxiliary CTC loss on the encoder; 0: no CTC head
+    log_every: int = 10  # steps between log lines
+    validate_every: int = 1000  # steps between validations; 0: never
+    decode_every: int = 0  # steps between greedy decoding of the validation sets; 0: only at the end
+    decode_at_start: bool = False  # decode before the first step too
+    max_new_tokens: int = 128  # longest decoded answer
+    checkpoint_every: int = 1000  # steps between checkpoints; 0: only at the end
+    keep_checkpoints: int = 2  # newest checkpoints kept besides the best
+    resume: str = "auto"  # auto (newest in run_dir) | never | path of a checkpoint
+
+
+@dataclass
+class CompileConfig:
+    """torch.compile."""
+
+    enabled: bool = True  # false runs everything eagerly
+    scope: str = "layer"  # layer (each kind compiled once) | step (forward and backward one graph each)
+
+
+@dataclass
+class Config:
+    """The whole configuration."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)  # what is trained
+    data: DataConfig = field(default_factory=DataConfig)  # on what
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)  # over which processes
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # how it is updated
+    train: TrainConfig = field(default_factory=TrainConfig)  # for how long
+    compile: CompileConfig = field(default_factory=CompileConfig)  # how it is compiled
+    precision: str = "bf16"  # bf16 | fp32: compute dtype; parameters, moments and reductions are fp32
+    seed: int = 0  # of initialisation and data order
+    run_dir: str = MISSING  # logs and checkpoints go here

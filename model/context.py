@@ -1,0 +1,35 @@
+"""What every layer may need besides its weights and its input."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from configs.schema import DecoderConfig, EncoderConfig
+
+
+@dataclass(frozen=True)
+class Context:
+    """Boundaries of the packed row, sizes and dtypes; built once a micro-batch, the same for all layers.
+
+    Token row: utterance u owns the slots cu_seqlens_U1[u] : cu_seqlens_U1[u + 1]; unused utterances are empty and the slots
+    beyond the last boundary are padding (segment U, label -100).
+    Audio row: utterance u owns encoder frames audio_starts_U[u] : + audio_lengths_U[u] (0: unused); at least one gap frame
+    follows each. Its samples start at audio_starts_U[u] * 1280 in the flat sample row, zeros elsewhere.
+    """
+
+    encoder: EncoderConfig
+    decoder: DecoderConfig
+    cu_seqlens_U1: Tensor  # int32 [U + 1]
+    segments_T: Tensor  # int32 [T], utterance of each slot, non-decreasing, U for padding
+    positions_T: Tensor  # int64 [T], restart at 0 for each utterance
+    audio_starts_U: Tensor  # int64 [U]
+    audio_samples_U: Tensor  # int64 [U], samples of each utterance
+    audio_lengths_U: Tensor  # int64 [U], valid encoder frames of each utterance
+    audio_segments_A: Tensor  # int64 [A], utterance whose place in the row a frame is in (gaps included), U beyond the last
+    audio_positions_A: Tensor  # int64 [A], frame number within that place
+    utterance_frames: int  # static bound on audio_lengths_U
+    dtype: torch.dtype = torch.float32  # compute dtype
+    ep_group: ProcessGroup | None = None  # ranks over which the experts are split; None: all experts are here
+    training: bool = True
