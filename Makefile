@@ -14,6 +14,7 @@ export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
+	@echo "$(VENV) is ready"
 
 train: $(STAMP)
 	@$(RUN) train.py +experiment=digits $(ARGS)
