@@ -85,6 +85,13 @@ def _dotted(path: tuple[Any, ...]) -> str:
     return ".".join(str(k.key if isinstance(k, pytree.MappingKey) else k.idx) for k in path)
 
 
+def subtree(tree: Tree, path: str) -> Tree:
+    """The part of `tree` under a dotted path."""
+    for key in path.split("."):
+        tree = tree[int(key) if isinstance(tree, list) else key]
+    return tree
+
+
 def count(spec: Tree, kind: str = "param") -> int:
     """Number of elements of all leaves of that kind."""
     return sum(math.prod(p.shape) for p in pytree.tree_leaves(spec) if p.kind == kind)

@@ -1,0 +1,59 @@
+"""The hybrid language model: embedding, one layer a letter of the pattern, head."""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from configs.schema import DecoderConfig
+from kernels.linear import linear
+from kernels.linear_cross_entropy import linear_cross_entropy
+from model import attention, mamba, mlp, moe
+from model.context import Context
+from model.norm import rms_norm
+from model.params import P, Tree
+
+LAYERS: dict[str, ModuleType] = {"M": mamba, "*": attention, "E": moe, "-": mlp}
+
+
+def spec(cfg: DecoderConfig) -> Tree:
+    """embedding, layers, head; a tied model's head has only the final norm."""
+    table = P((cfg.vocab_size, cfg.d_model), ("vocab", "embed"), std=cfg.init_std)
+    head = {"norm": P((cfg.d_model,), ("embed",), "ones")}
+    if not cfg.tie_embeddings:
+        head["weight"] = table
+    return {"embedding": {"weight": table}, "layers": [LAYERS[kind].spec(cfg) for kind in cfg.pattern], "head": head}
+
+
+def layer(cfg: DecoderConfig, index: int) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
+    """The forward function of layer `index`."""
+    return LAYERS[cfg.pattern[index]].forward
+
+
+def embed(w: Tree, frames_AD: Tensor, tokens_T: Tensor, frames_T: Tensor, ctx: Context) -> Tensor:
+    """Token embeddings with audio frames spliced in: slot t holds frame frames_T[t], or, where that is -1, token tokens_T[t]. [T, D]"""
+    text_TD = torch.nn.functional.embedding(tokens_T, w["weight"])
+    audio_TD = frames_AD[frames_T.clamp(min=0)]
+    return torch.where((frames_T >= 0)[:, None], audio_TD, text_TD)
+
+
+def embed_text(w: Tree, tokens_T: Tensor, ctx: Context) -> Tensor:
+    """Token embeddings alone. [T, D]"""
+    return torch.nn.functional.embedding(tokens_T, w["weight"])
+
+
+def _table(w: Tree) -> Tensor:
+    return w["head"]["weight"] if "weight" in w["head"] else w["embedding"]["weight"]
+
+
+def loss(w: Tree, x_TD: Tensor, labels_T: Tensor, ctx: Context) -> Tensor:
+    """Sum of the cross-entropy over all labels that are not -100. `w` holds head, and embedding if it is tied."""
+    x_TD = rms_norm(x_TD, w["head"]["norm"], ctx.decoder.norm_eps)
+    return linear_cross_entropy(x_TD, _table(w), labels_T)[0]
+
+
+def logits(w: Tree, x_TD: Tensor, slots_U: Tensor, ctx: Context) -> Tensor:
+    """fp32 next-token logits after the given slots. [U, V]"""
+    x_UD = rms_norm(x_TD[slots_U], w["head"]["norm"], ctx.decoder.norm_eps)
+    return linear(x_UD, _table(w)).float()

@@ -1,0 +1,111 @@
+"""A speech language model: FastConformer encoder -> projector -> hybrid decoder that reads audio frames as if they were tokens.
+
+`spec` lists every parameter; `units` the groups of parameters that are gathered together, in the order of use; `hidden`, `losses` and
+`next_logits` are the forward passes. They receive `run(unit, function, *inputs)`, which gathers the unit's weights and calls
+`function(weights, *inputs, ctx)`: how weights are sharded or what is compiled is not the model's business.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from configs.schema import Config, ModelConfig
+from kernels.linear import linear
+from model import ctc, decoder, fastconformer, mel
+from model.context import Context
+from model.params import P, Tree
+
+Run = Callable[..., Any]
+Stats = dict[str, Tensor]  # sums that `update` needs, by unit and name
+
+
+def spec(cfg: Config) -> Tree:
+    """Every parameter and buffer of the model."""
+    encoder, width = cfg.model.encoder, cfg.model.decoder.d_model
+    tree = {
+        "encoder": fastconformer.spec(encoder),
+        "projector": {
+            "weight": P((width, encoder.d_model), ("embed", "encoder"), std=encoder.d_model**-0.5),
+            "bias": P((width,), ("embed",), "zeros"),
+        },
+        "decoder": decoder.spec(cfg.model.decoder),
+    }
+    if cfg.train.ctc_weight > 0:
+        tree["ctc"] = ctc.spec(encoder.d_model, cfg.model.decoder.vocab_size)
+    return tree
+
+
+def units(cfg: Config) -> Iterator[tuple[str, ...]]:
+    """Subtrees of the parameter tree whose weights travel together, in the order in which `losses` uses them."""
+    yield ("encoder.subsampling",)
+    yield from ((f"encoder.layers.{i}",) for i in range(cfg.model.encoder.n_layers))
+    if cfg.train.ctc_weight > 0:
+        yield ("ctc",)
+    yield ("projector",)
+    yield ("decoder.embedding",)
+    yield from ((f"decoder.layers.{i}",) for i in range(len(cfg.model.decoder.pattern)))
+    yield head_unit(cfg.model)
+
+
+def head_unit(cfg: ModelConfig) -> tuple[str, ...]:
+    """The final norm and the output matrix, which a tied model shares with its embedding."""
+    return ("decoder.head", "decoder.embedding") if cfg.decoder.tie_embeddings else ("decoder.head",)
+
+
+def project(w: Tree, x_AD: Tensor, ctx: Context) -> Tensor:
+    """Encoder frames in the decoder's width."""
+    return linear(x_AD, w["weight"], w["bias"])
+
+
+def encode(run: Run, batch: dict[str, Tensor], ctx: Context, stats: Stats) -> Tensor:
+    """Flat encoder frames [A, D] of the batch's audio row; adds the layers' sums to `stats`."""
+    mel_AM = run(None, mel.log_mel, batch["audio_S"])
+    x_AD = run(("encoder.subsampling",), fastconformer.subsample, mel_AM)
+    for i in range(ctx.encoder.n_layers):
+        unit = f"encoder.layers.{i}"
+        x_AD, sums = run((unit,), fastconformer.forward, x_AD)
+        stats.update({f"{unit}.{name}": value for name, value in sums.items()})
+    return x_AD
+
+
+def decode(run: Run, x_AD: Tensor, batch: dict[str, Tensor], ctx: Context, stats: Stats) -> Tensor:
+    """Hidden states [T, D] of the token row; adds the layers' sums to `stats`."""
+    frames_AD = run(("projector",), project, x_AD)
+    x_TD = run(("decoder.embedding",), decoder.embed, frames_AD, batch["tokens_T"], batch["frames_T"])
+    for i in range(len(ctx.decoder.pattern)):
+        unit = f"decoder.layers.{i}"
+        x_TD, sums = run((unit,), decoder.layer(ctx.decoder, i), x_TD)
+        stats.update({f"{unit}.{name}": value for name, value in sums.items()})
+    return x_TD
+
+
+def losses(run: Run, batch: dict[str, Tensor], ctx: Context, cfg: Config) -> tuple[dict[str, Tensor], Stats]:
+    """Summed (not averaged) losses of one packed row, "lm" and with an auxiliary head "ctc", and the layers' sums."""
+    stats: Stats = {}
+    x_AD = encode(run, batch, ctx, stats)
+    out = {}
+    if cfg.train.ctc_weight > 0:
+        out["ctc"] = run(("ctc",), ctc.loss, x_AD, batch["ctc_labels_UL"], batch["ctc_lengths_U"])
+    x_TD = decode(run, x_AD, batch, ctx, stats)
+    out["lm"] = run(head_unit(cfg.model), decoder.loss, x_TD, batch["labels_T"])
+    return out, stats
+
+
+def update(buffers: dict[str, Tensor], stats: Stats, cfg: ModelConfig) -> dict[str, Tensor]:
+    """The buffers (by dotted path) after a step whose sums, over all micro-batches and ranks, were `stats`."""
+    out = dict(buffers)
+    for prefix, function, layer_cfg in _updates(cfg):
+        own = {name.removeprefix(prefix): value for name, value in buffers.items() if name.startswith(prefix)}
+        sums = {name.removeprefix(prefix): value for name, value in stats.items() if name.startswith(prefix)}
+        if own and sums:
+            out |= {prefix + name: value for name, value in function(own, sums, layer_cfg).items()}
+    return out
+
+
+def _updates(cfg: ModelConfig) -> Iterator[tuple[str, Callable[..., dict[str, Tensor]], Any]]:
+    for i in range(cfg.encoder.n_layers):
+        yield f"encoder.layers.{i}.", fastconformer.update, cfg.encoder
+    for i, kind in enumerate(cfg.decoder.pattern):
+        if hasattr(decoder.LAYERS[kind], "update"):
+            yield f"decoder.layers.{i}.", decoder.LAYERS[kind].update, cfg.decoder

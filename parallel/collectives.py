@@ -1,0 +1,38 @@
+"""Traceable collectives along dimension 0, under one name for every supported torch (2.11 calls them *_tensor, 2.13 *_single)."""
+
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+def _named(name: str, suffix: str = ""):  # type: ignore[no-untyped-def]
+    return getattr(funcol, f"{name}_single{suffix}", None) or getattr(funcol, f"{name}_tensor{suffix}")
+
+
+_all_gather, _all_gather_grad = _named("all_gather"), _named("all_gather", "_autograd")
+_reduce_scatter, _reduce_scatter_grad = _named("reduce_scatter"), _named("reduce_scatter", "_autograd")
+
+
+def all_gather_start(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Begin to concatenate the ranks' `x` of equal shape; pass the result to `wait` before use. No gradient."""
+    return _all_gather(x, 0, group)
+
+
+def wait(x: Tensor) -> Tensor:
+    """The finished result of a collective that was begun."""
+    return funcol.wait_tensor(x)
+
+
+def reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum over the ranks, of which this rank keeps its equal part. No gradient."""
+    return funcol.wait_tensor(_reduce_scatter(x, "sum", 0, group))
+
+
+def all_gather_grad(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Concatenation of the ranks' `x`; the gradient is summed over the ranks and scattered."""
+    return funcol.wait_tensor(_all_gather_grad(x, 0, group))
+
+
+def reduce_scatter_grad(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum over the ranks, of which this rank keeps its equal part; the gradient is gathered."""
+    return funcol.wait_tensor(_reduce_scatter_grad(x, "sum", 0, group))

@@ -1,0 +1,117 @@
+"""Under torchrun: a small model of uneven parameters, gathered and reduced by parallel/gather.py, against the same model unsharded."""
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from configs.schema import CompileConfig, ParallelConfig
+from model import params
+from model.params import P
+from parallel import gather, sharding
+from parallel.mesh import make_mesh, start_processes
+from training.engine import Engine, Pass
+
+LAYERS, WIDTH, HIDDEN = 5, 7, 5  # odd sizes: every shard is uneven and on 3 ranks one is empty
+
+
+def spec() -> dict[str, Any]:
+    layer = {
+        "norm": P((3,), ("embed",), "ones"),
+        "up": P((HIDDEN, WIDTH), ("ffn", "embed"), std=0.5),
+        "down": P((WIDTH, HIDDEN), ("embed", "ffn"), std=0.5),
+        "shift": P((1,), ("heads",), "ones"),
+    }
+    return {"layers": [dict(layer) for _ in range(LAYERS)]}
+
+
+def layer(w: dict[str, Tensor], x: Tensor, ctx: Any) -> Tensor:
+    h = torch.tanh(x @ w["up"].t()) * w["norm"].sum()
+    return x + h @ w["down"].t() + w["shift"]
+
+
+def run(weights: dict[str, Tensor], call: Any) -> Tensor:
+    x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH) * (1 + dist.get_rank())
+    for i in range(LAYERS):
+        x = call((f"layers.{i}",), layer, x)
+    return x.square().sum()
+
+
+def unsharded(ranks: int) -> tuple[float, dict[str, Tensor]]:
+    """The losses and gradients of all ranks' inputs added up, in fp64."""
+    full = {name: params.draw(name, p, 0).double().requires_grad_() for name, p in params.named_leaves(spec())}
+    total = torch.zeros((), dtype=torch.float64)
+    for rank in range(ranks):
+        x = torch.linspace(-1, 1, 4 * WIDTH).double().view(4, WIDTH) * (1 + rank)
+        for i in range(LAYERS):
+            x = layer({key: full[f"layers.{i}.{key}"] for key in ("norm", "up", "down", "shift")}, x, None)
+        total = total + x.square().sum()
+    return total.item(), dict(zip(full, torch.autograd.grad(total, list(full.values())), strict=True))
+
+
+def measure(reshard: bool, dtype: torch.dtype) -> dict[str, Any]:
+    mesh = make_mesh(ParallelConfig(), torch.device("cpu"))
+    state = params.map_named(lambda path, p: sharding.shard(p, params.draw(path, p, 0), mesh), spec())
+    flat = dict(params.named_leaves(state))
+    engine = Engine(spec(), ((f"layers.{i}",) for i in range(LAYERS)), mesh, dtype, reshard, CompileConfig(enabled=False))
+    leaves = {name: w.requires_grad_() for name, w in sharding.local(flat).items()}
+    live = LiveMeter()
+    with CommDebugMode() as comms, live:
+        call = Pass(engine, leaves, SimpleNamespace())
+        if dtype != torch.float32:
+            call = cast(call, dtype)
+        loss = run(leaves, call)
+        grads = torch.autograd.grad(loss, list(leaves.values()))
+    total = loss.detach().double().clone()
+    dist.all_reduce(total)
+    reference, expected = unsharded(mesh.world)
+    full = {name: sharding.from_local(dict(params.named_leaves(spec()))[name], g.contiguous(), mesh).full_tensor()
+            for name, g in zip(leaves, grads, strict=True)}
+    errors = [((full[n].double() - expected[n]).norm() / expected[n].norm()).item() for n in full]
+    counts = {str(op).rpartition(".")[2]: n for op, n in comms.get_comm_counts().items()}
+    return {"loss_error": abs(total.item() - reference) / reference, "gradient_error": max(errors), "live_max": live.most, "counts": counts}
+
+
+def cast(call: Pass, dtype: torch.dtype) -> Any:
+    return lambda key, fn, x: call(key, fn, x.to(dtype))
+
+
+class LiveMeter:
+    """The largest number of uses whose gathered weights were in memory at once, by their storages."""
+
+    def __enter__(self) -> "LiveMeter":
+        self.uses: set[gather.Use] = set()
+        self.most = 0
+        self.originals = gather.Use.start, gather.Use.finish
+
+        def start(use: gather.Use) -> None:
+            self.originals[0](use)
+            self.count(use)
+
+        def finish(use: gather.Use) -> list[Tensor]:
+            whole = self.originals[1](use)
+            self.count(use)
+            return whole
+
+        gather.Use.start, gather.Use.finish = start, finish  # type: ignore[method-assign]
+        return self
+
+    def count(self, use: gather.Use) -> None:
+        self.uses.add(use)
+        self.most = max(self.most, sum(u.live for u in self.uses))
+
+    def __exit__(self, *exc: object) -> None:
+        gather.Use.start, gather.Use.finish = self.originals  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    start_processes(torch.device("cpu"))
+    results = {f"{'reshard' if reshard else 'keep'}_{name}": measure(reshard, dtype)
+               for reshard in (True, False) for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))}
+    if dist.get_rank() == 0:
+        print(json.dumps(results))
+    dist.destroy_process_group()

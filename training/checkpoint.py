@@ -1,0 +1,122 @@
+"""Checkpoints with torch.distributed.checkpoint: written under a temporary name, renamed when complete, oldest removed last.
+
+RUN_DIR/checkpoints/step_00000020/ holds the sharded tensors and meta.json: step, processes, each rank's position in the data, counters.
+No generator state is saved because none exists: every random draw is a pure function of (seed, step or data position).
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from parallel.mesh import Mesh
+from training.step import State
+
+FREE_SPACE_FACTOR = 1.05  # of the estimated size, that must be free before writing
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; says which, why and what to do."""
+
+
+def save(run_dir: Path, state: State, data_state: Any, mesh: Mesh, keep: int, extra: dict[str, Any] | None = None) -> Path:
+    """Write a complete checkpoint of `state` and every rank's `data_state`, then drop all but the newest `keep` and the best one."""
+    final = run_dir / "checkpoints" / f"step_{state.step:08d}"
+    temporary = final.with_suffix(".incomplete")
+    positions: list[Any] = [None] * mesh.world
+    dist.all_gather_object(positions, data_state)
+    _on_first_rank(mesh, lambda: _prepare(temporary, state))
+    dcp.save(_tensors(state), checkpoint_id=temporary)
+    meta = {"step": state.step, "world": mesh.world, "data": positions, **(extra or {})}
+    _on_first_rank(mesh, lambda: _complete(temporary, final, meta, keep))
+    return final
+
+
+def load(path: Path, state: State, mesh: Mesh) -> tuple[State, dict[str, Any]]:
+    """`state` with the checkpoint's values (read in place, each rank its own shards), and meta.json. Any number of processes."""
+    try:
+        meta = json.loads((path / "meta.json").read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} is not a complete checkpoint ({error}); set train.resume to another one or to never") from error
+    tensors = _tensors(state)
+    dcp.load(tensors, checkpoint_id=path)
+    buffers = {name: tensors[f"buffers.{name}"] for name in state.buffers}
+    return State(meta["step"], state.params, buffers, state.first, state.second), meta
+
+
+def newest(run_dir: Path) -> Path | None:
+    """The newest complete checkpoint of a run."""
+    return max(_complete_ones(run_dir), default=None)
+
+
+def mark_best(run_dir: Path, path: Path, value: float, mesh: Mesh) -> None:
+    """Note a checkpoint as the best so far; it is then never dropped."""
+    note = run_dir / "checkpoints" / "best.json"
+    _on_first_rank(mesh, lambda: _write_json(note, {"checkpoint": path.name, "value": value}))
+
+
+def best(run_dir: Path) -> tuple[Path, float] | None:
+    """The best checkpoint and its validation value."""
+    note = run_dir / "checkpoints" / "best.json"
+    if not note.exists():
+        return None
+    content = json.loads(note.read_text())
+    return note.with_name(content["checkpoint"]), content["value"]
+
+
+def _tensors(state: State) -> dict[str, Any]:
+    groups = {"params": state.params, "buffers": state.buffers, "first": state.first, "second": state.second}
+    return {f"{group}.{name}": tensor for group, tensors in groups.items() for name, tensor in tensors.items()}
+
+
+def _complete_ones(run_dir: Path) -> list[Path]:
+    return [p for p in (run_dir / "checkpoints").glob("step_*") if (p / "meta.json").exists() and not p.suffix]
+
+
+def _prepare(temporary: Path, state: State) -> None:
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    needed = sum(t.numel() * t.element_size() for t in _tensors(state).values())
+    free = shutil.disk_usage(temporary).free
+    if free < needed * FREE_SPACE_FACTOR:
+        temporary.rmdir()
+        raise CheckpointError(f"a checkpoint needs {needed / 2**30:.2f} GiB and {temporary.parent} has {free / 2**30:.2f} GiB free; "
+                              "free some space, lower train.keep_checkpoints or choose another run_dir; the older checkpoints are untouched")
+
+
+def _complete(temporary: Path, final: Path, meta: dict[str, Any], keep: int) -> None:
+    _write_json(temporary / "meta.json", meta)
+    shutil.rmtree(final, ignore_errors=True)
+    temporary.rename(final)
+    kept = {p.name for p in sorted(_complete_ones(final.parent.parent))[-max(1, keep):]}
+    marked = best(final.parent.parent)
+    for path in _complete_ones(final.parent.parent):
+        if path.name not in kept and (marked is None or path != marked[0]):
+            shutil.rmtree(path)
+
+
+def _write_json(path: Path, content: Any) -> None:
+    """Replace the file in one move, so that a reader or a crash never meets half of it."""
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w") as f:
+        json.dump(content, f)
+        f.flush()
+        os.fsync(f.fileno())
+    temporary.replace(path)
+
+
+def _on_first_rank(mesh: Mesh, action: Any) -> None:
+    """Run `action` on rank 0; what it raises is raised on every rank, and nobody goes on before it is done."""
+    outcome: list[str | None] = [None]
+    if mesh.rank == 0:
+        try:
+            action()
+        except (OSError, CheckpointError) as error:
+            outcome = [str(error)]
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[0] is not None:
+        raise CheckpointError(outcome[0])

@@ -1,0 +1,105 @@
+"""Runs a model's units: gathers their weights, calls the compiled function of each kind, and lets the weights go.
+
+compile.scope "layer": the gathers stay outside, each function is compiled once with fullgraph, and all layers of a kind share the graph.
+compile.scope "step": nothing is compiled here; the caller compiles the whole pass, and the gathers become part of its graph.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from configs.schema import CompileConfig
+from model import params
+from model.params import P, Tree
+from parallel.gather import Unit, Use, gather_traced
+from parallel.mesh import Mesh
+
+RECOMPILE_LIMIT = 64  # graphs a function: row sizes x (training, evaluation)
+
+
+class Engine:
+    """The static side: one `Unit` a group of parameters and one compiled function a kind of layer."""
+
+    def __init__(self, spec: Tree, units: Iterator[tuple[str, ...]], mesh: Mesh, dtype: torch.dtype, reshard: bool, compile: CompileConfig):
+        self.compile = compile
+        self.order = list(units)
+        self.units: dict[tuple[str, ...], Unit] = {}
+        self.paths: dict[tuple[str, ...], list[str]] = {}
+        self.trees: dict[tuple[str, ...], pytree.TreeSpec] = {}
+        for key in self.order:
+            subtree = {path.rpartition(".")[2]: params.subtree(spec, path) for path in key} if len(key) > 1 else params.subtree(spec, key[0])
+            leaves, self.trees[key] = pytree.tree_flatten(subtree)
+            prefixes = {path.rpartition(".")[2]: path for path in key}
+            names = [name for name, _ in params.named_leaves(subtree)]
+            self.paths[key] = [_absolute(name, key, prefixes) for name in names]
+            keep = key == self.order[-1]  # backward starts with it at once
+            self.units[key] = Unit(leaves, mesh, dtype, reshard and not keep)
+        self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
+
+    def function(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn`, compiled the first time it is asked for."""
+        if not self.compile.enabled or self.compile.scope == "step":
+            return fn
+        if fn not in self._compiled:
+            self._compiled[fn] = torch.compile(fn, fullgraph=True, dynamic=False)
+        return self._compiled[fn]
+
+
+def _absolute(name: str, key: tuple[str, ...], prefixes: dict[str, str]) -> str:
+    if len(key) == 1:
+        return f"{key[0]}.{name}"
+    first, _, rest = name.partition(".")
+    return f"{prefixes[first]}.{rest}"
+
+
+class Pass:
+    """One forward pass (and its backward): what `run` is to the model's functions.
+
+    :param leaves: this rank's shard of every parameter and the whole buffers, by dotted path.
+    :param context: handed to every function as its last argument.
+    """
+
+    def __init__(self, engine: Engine, leaves: dict[str, Tensor], context: Any):
+        self.engine, self.leaves, self.context = engine, leaves, context
+        self.last: Use | None = None
+        self.ahead: Use | None = None  # the next unit, whose gathering has begun
+
+    def __call__(self, key: tuple[str, ...] | None, fn: Callable[..., Any], *inputs: Any) -> Any:
+        """Call `fn(weights of key, *inputs, context)`; without a key `fn(*inputs, context)`."""
+        call = self.engine.function(fn)
+        if key is None:
+            return call(*inputs, self.context)
+        if self.engine.compile.scope == "step" and self.engine.compile.enabled:
+            return self._traced(key, fn, inputs)
+        use = self._use(key)
+        weights = use.weights()
+        if self.ahead is not None:
+            self.ahead.start()
+        tree = pytree.tree_unflatten(weights, self.engine.trees[key])
+        with use.saved() if use.unit.reshard else nullcontext():
+            return call(tree, *inputs, self.context)
+
+    def _traced(self, key: tuple[str, ...], fn: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+        def call(shards: list[Tensor], *inputs: Any) -> Any:
+            weights = gather_traced(self.engine.units[key], shards)
+            return fn(pytree.tree_unflatten(weights, self.engine.trees[key]), *inputs, self.context)
+
+        return call(self._shards(key), *inputs)
+
+    def _shards(self, key: tuple[str, ...]) -> list[Tensor]:
+        return [self.leaves[path] for path in self.engine.paths[key]]
+
+    def _use(self, key: tuple[str, ...]) -> Use:
+        """This unit's use, which may be under way already; prepares the next one, to travel while this one computes."""
+        use = self.ahead
+        if use is None or use.unit is not self.engine.units[key]:
+            use = Use(self.engine.units[key], self._shards(key), self.last)
+        position = self.engine.order.index(key) + 1
+        after = self.engine.order[position] if position < len(self.engine.order) else None
+        self.last, self.ahead = use, Use(self.engine.units[after], self._shards(after), use) if after else None
+        return use

@@ -1,0 +1,51 @@
+"""AdamW on local shards in torch.optim's functional form, the schedule, and the global gradient norm."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from configs.schema import OptimizerConfig
+
+
+def learning_rate(step: int, cfg: OptimizerConfig, steps: int) -> float:
+    """Learning rate of the update number `step` (from 0) out of `steps`: linear warm-up, then a cosine down to `min_lr`.
+
+    NeMo's CosineAnnealing: lr (step + 1) / (warmup + 1) while warming up, afterwards
+    min_lr + (lr - min_lr) (1 + cos(pi (step - warmup) / (steps - warmup))) / 2, and min_lr beyond the end.
+    """
+    if step < cfg.warmup_steps:
+        return cfg.lr * (step + 1) / (cfg.warmup_steps + 1)
+    if step >= steps:
+        return cfg.min_lr
+    progress = (step - cfg.warmup_steps) / max(1, steps - cfg.warmup_steps)
+    return cfg.min_lr + (cfg.lr - cfg.min_lr) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def global_norm(grads: list[Tensor]) -> Tensor:
+    """Euclidean norm over all parameters and ranks. Every gradient element lies on exactly one rank, dense or expert, so that the
+    squares are summed over the world whatever mesh each came from. fp32 scalar."""
+    square = torch.stack(torch._foreach_norm([g for g in grads if g.numel()] or [torch.zeros(1)])).square().sum()
+    dist.all_reduce(square)
+    return square.sqrt()
+
+
+def clip(grads: list[Tensor], norm: Tensor, limit: float) -> None:
+    """Scale the gradients in place so that their global norm is at most `limit`; 0 leaves them."""
+    if limit > 0:
+        torch._foreach_mul_(grads, (limit / (norm + 1e-6)).clamp(max=1.0))
+
+
+def update(params: Mapping[str, Tensor], grads: Mapping[str, Tensor], first: Mapping[str, Tensor], second: Mapping[str, Tensor],
+           step: int, lr: float, cfg: OptimizerConfig, decayed: set[str]) -> None:
+    """One AdamW update (Loshchilov & Hutter 2019) of the local shards, in place. `step` counts from 0; names in `decayed` get weight decay."""
+    for decay in (True, False):
+        names = [n for n in params if (n in decayed) == decay and params[n].numel()]
+        if names:
+            steps = [torch.tensor(float(step), device=params[n].device) for n in names]
+            adamw([params[n] for n in names], [grads[n] for n in names], [first[n] for n in names], [second[n] for n in names], [], steps,
+                  fused=True, amsgrad=False, beta1=cfg.betas[0], beta2=cfg.betas[1], lr=lr, weight_decay=cfg.weight_decay if decay else 0.0,
+                  eps=cfg.eps, maximize=False)

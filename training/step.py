@@ -1,0 +1,121 @@
+"""One training step: (state, micro-batches) -> (state, metrics)."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from configs.schema import Config
+from model import params, speech_lm
+from model.context import Context
+from parallel import sharding
+from parallel.mesh import Mesh
+from training import optimizer
+from training.engine import Engine, Pass
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything that a step changes, by dotted path: DTensors in fp32 (parameters and AdamW's moments) and plain buffers."""
+
+    step: int  # updates done
+    params: dict[str, Any]
+    buffers: dict[str, Tensor]
+    first: dict[str, Any]
+    second: dict[str, Any]
+
+
+def init_state(cfg: Config, mesh: Mesh) -> State:
+    """Freshly drawn parameters and zero moments, sharded."""
+    spec = speech_lm.spec(cfg)
+    weights, buffers = params.split_kinds(spec, sharding.init_sharded(spec, cfg.seed, mesh))
+    zeros = [{name: torch.zeros_like(w) for name, w in weights.items()} for _ in range(2)]
+    return State(0, weights, buffers, *zeros)
+
+
+def make_context(cfg: Config, batch: Batch, mesh: Mesh, training: bool) -> Context:
+    """The layers' view of a packed row."""
+    lengths = {name: batch[name] for name in ("cu_seqlens_U1", "segments_T", "positions_T", "audio_starts_U", "audio_samples_U",
+                                              "audio_lengths_U", "audio_segments_A", "audio_positions_A")}
+    return Context(cfg.model.encoder, cfg.model.decoder, **lengths, utterance_frames=_utterance_frames(cfg, batch),
+                   dtype=DTYPES[cfg.precision], ep_group=mesh.ep_group, training=training)
+
+
+def _utterance_frames(cfg: Config, batch: Batch) -> int:
+    """The bound of the row size that this batch was packed into."""
+    sizes = (len(batch["tokens_T"]), len(batch["audio_segments_A"]))
+    return next(r.utterance_frames for r in cfg.data.rows if (r.tokens, r.audio_frames) == sizes)
+
+
+def make_engine(cfg: Config, mesh: Mesh) -> Engine:
+    """The units of the configured model."""
+    return Engine(speech_lm.spec(cfg), speech_lm.units(cfg), mesh, DTYPES[cfg.precision], cfg.parallel.reshard_after_forward, cfg.compile)
+
+
+def make_step(cfg: Config, mesh: Mesh, engine: Engine) -> Callable[[State, Sequence[Batch]], tuple[State, dict[str, Tensor]]]:
+    """The training step. The old state's tensors are updated in place: use only the returned state afterwards."""
+    decayed = {name for name, p in params.named_leaves(speech_lm.spec(cfg)) if p.decay}
+
+    def forward(leaves: dict[str, Tensor], batch: Batch, counts: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        return row_loss(cfg, mesh, engine, leaves, batch, counts)
+
+    if cfg.compile.enabled and cfg.compile.scope == "step":
+        forward = torch.compile(forward, fullgraph=True, dynamic=False)
+
+    def step(state: State, batches: Sequence[Batch]) -> tuple[State, dict[str, Tensor]]:
+        weights = {name: w.requires_grad_() for name, w in sharding.local(state.params).items()}
+        counts = label_counts(batches, mesh)
+        grads: dict[str, Tensor] = {}
+        sums: dict[str, Tensor] = {}
+        for batch in batches:
+            loss, stats = forward(weights | state.buffers, batch, counts)
+            for name, grad in zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True):
+                grads[name] = grads[name] + grad if name in grads else grad
+            sums = {name: sums[name] + value.detach() if sums else value.detach() for name, value in (stats | {"loss": loss}).items()}
+        sums = all_reduce_together(sums)
+        norm = optimizer.global_norm(list(grads.values()))
+        optimizer.clip(list(grads.values()), norm, cfg.optimizer.clip_norm)
+        lr = optimizer.learning_rate(state.step, cfg.optimizer, cfg.train.steps)
+        with torch.no_grad():
+            optimizer.update({n: w.detach() for n, w in weights.items()}, grads, sharding.local(state.first), sharding.local(state.second), state.step, lr,
+                             cfg.optimizer, decayed)
+        metrics = {"grad_norm": norm, "labels": counts["lm"], **sums}
+        return replace(state, step=state.step + 1, buffers=speech_lm.update(state.buffers, sums, cfg.model)), metrics
+
+    return step
+
+
+def row_loss(cfg: Config, mesh: Mesh, engine: Engine, leaves: dict[str, Tensor], batch: Batch,
+             counts: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """This row's share of the global loss, and sums for metrics and buffers.
+
+    :param counts: global label counts over all ranks and micro-batches; the only place where a loss is divided by a count.
+    """
+    run = Pass(engine, leaves, make_context(cfg, batch, mesh, training=True))
+    losses, stats = speech_lm.losses(run, batch, run.context, cfg)
+    shares = {name: value / counts[name].clamp(min=1) for name, value in losses.items()}
+    total = shares["lm"] + cfg.train.ctc_weight * shares["ctc"] if "ctc" in shares else shares["lm"]
+    return total, stats | {f"loss_{name}": share for name, share in shares.items()}
+
+
+def label_counts(batches: Sequence[Batch], mesh: Mesh) -> dict[str, Tensor]:
+    """Supervised tokens ("lm") and transcript tokens ("ctc") over all micro-batches and ranks."""
+    lm = sum(((b["labels_T"] != -100).sum() for b in batches), torch.zeros((), dtype=torch.int64, device=mesh.device))
+    ctc = sum((b["ctc_lengths_U"].sum() for b in batches), torch.zeros((), dtype=torch.int64, device=mesh.device))
+    both = torch.stack([lm, ctc])
+    dist.all_reduce(both)
+    return {"lm": both[0], "ctc": both[1]}
+
+
+def all_reduce_together(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Sum over all ranks, in one collective, as fp32."""
+    flat = torch.cat([t.float().reshape(-1) for t in tensors.values()])
+    dist.all_reduce(flat)
+    parts = flat.split([t.numel() for t in tensors.values()])
+    return {name: part.view(t.shape) for (name, t), part in zip(tensors.items(), parts, strict=True)}
