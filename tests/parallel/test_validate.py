@@ -1,0 +1,80 @@
+"""One violation a rule: the sentence names the key and its value, and nothing else is reported."""
+
+import re
+
+import pytest
+
+from configs.schema import Config, ModelConfig, RowSize
+from parallel.validate import AT_LEAST_ONE, CHOICES, NOT_NEGATIVE, validate, value
+
+
+def sound() -> Config:
+    cfg = Config(model=ModelConfig(), run_dir="runs/x")
+    cfg.data.rows = [RowSize(tokens=100, audio_frames=90, utterances=4, utterance_frames=40, label_tokens=20)]
+    return cfg
+
+
+def put(cfg: Config, key: str, new: object) -> None:
+    parent, _, name = key.rpartition(".")
+    setattr(value(cfg, parent) if parent else cfg, name, new)
+
+
+def test_a_sound_configuration_passes() -> None:
+    assert validate(sound(), 1) == []
+    cfg = sound()
+    cfg.parallel.ep = 8
+    assert validate(cfg, 8) == [] and validate(cfg, 16) == []
+
+
+@pytest.mark.parametrize("key", CHOICES)
+def test_unknown_names(key: str) -> None:
+    cfg = sound()
+    put(cfg, key, "nonsense")
+    (sentence,) = validate(cfg, 1)
+    assert sentence.startswith(f"{key}=nonsense is unknown") and CHOICES[key][0] in sentence
+
+
+@pytest.mark.parametrize(("key", "least"), [(k, 1) for k in AT_LEAST_ONE] + [(k, 0) for k in NOT_NEGATIVE])
+def test_sizes_below_their_least(key: str, least: int) -> None:
+    cfg = sound()
+    put(cfg, key, least - 1)
+    assert f"{key}={least - 1} is too small; it must be at least {least}" in validate(cfg, 1)
+    put(cfg, key, least)
+    assert not any("too small" in sentence for sentence in validate(cfg, 1))
+
+
+@pytest.mark.parametrize(("changes", "world", "pattern"), [
+    ({"parallel.ep": 8}, 1, r"^parallel.ep=8 needs .* multiple of 8, and there is 1; start with torchrun --nproc_per_node=8$"),
+    ({"parallel.ep": 4}, 6, r"^parallel.ep=4 needs .* there are 6; start with torchrun --nproc_per_node=8$"),
+    ({"parallel.ep": 3}, 3, r"^parallel.ep=3 does not divide model.decoder.n_experts=128"),
+    ({"model.encoder.n_heads": 7}, 1, r"^model.encoder.n_heads=7 does not divide model.encoder.d_model=1024"),
+    ({"model.encoder.conv_kernel": 8}, 1, r"^model.encoder.conv_kernel=8 is even"),
+    ({"model.encoder.d_model": 33, "model.encoder.n_heads": 3}, 1, r"^model.encoder.d_model=33 is odd"),
+    ({"model.decoder.pattern": "MX*"}, 1, r"^model.decoder.pattern='MX\*' .*\['X'\]"),
+    ({"model.decoder.pattern": ""}, 1, r"^model.decoder.pattern=''"),
+    ({"model.decoder.n_kv_heads": 3}, 1, r"^model.decoder.n_kv_heads=3 does not divide model.decoder.n_heads=32"),
+    ({"model.decoder.mamba_groups": 7}, 1, r"^model.decoder.mamba_groups=7 does not divide"),
+    ({"model.decoder.n_group": 5, "model.decoder.top_k": 2}, 1, r"^model.decoder.n_group=5 does not divide"),
+    ({"model.decoder.n_experts": 4}, 1, r"^model.decoder.top_k=6 is more than the 4 experts"),
+    ({"model.decoder.topk_group": 2}, 1, r"^model.decoder.topk_group=2 is more than model.decoder.n_group=1"),
+    ({"model.decoder.n_group": 128, "model.decoder.topk_group": 8}, 1, r"^model.decoder.n_group=128 leaves fewer than the 2 experts"),
+    ({"model.decoder.pattern": "M-"}, 1, r"^model.decoder.mlp_ffn=0 but the pattern has a dense MLP"),
+    ({"model.decoder.head_dim": 63, "model.decoder.rope_theta": 1e4}, 1, r"^model.decoder.head_dim=63 is odd"),
+    ({"data.rows": []}, 1, r"^data.rows is empty"),
+    ({"data.rows": [RowSize(100, 90, 4, 90, 20)]}, 1, r"^data.rows\[0\].utterance_frames=90 does not fit a row of 100 tokens and 90"),
+    ({"data.rows": [RowSize(90, 100, 4, 90, 20)]}, 1, r"^data.rows\[0\].utterance_frames=90 does not fit a row of 90 tokens and 100"),
+    ({"data.rows": [RowSize(100, 90, 0, 40, 20)]}, 1, r"^data.rows\[0\].utterances=0 is too small"),
+    ({"data.rows": [RowSize(200, 90, 4, 40, 20), RowSize(100, 90, 4, 40, 20)]}, 1, r"^data.rows has sizes .* smallest first$"),
+])
+def test_rules(changes: dict[str, object], world: int, pattern: str) -> None:
+    cfg = sound()
+    for key, new in changes.items():
+        put(cfg, key, new)
+    (sentence,) = validate(cfg, world)
+    assert re.search(pattern, sentence), sentence
+
+
+def test_all_violations_at_once() -> None:
+    cfg = sound()
+    cfg.precision, cfg.parallel.ep, cfg.model.encoder.conv_kernel = "int3", 8, 4
+    assert len(validate(cfg, 3)) == 3

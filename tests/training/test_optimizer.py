@@ -1,0 +1,49 @@
+import pytest
+import torch
+
+from configs.schema import OptimizerConfig
+from parallel.mesh import start_processes
+from training import optimizer
+
+# NeMo 3.0.0 CosineAnnealing measured with lr 1e-4, warm-up 1000, minimum 1e-6, 100,000 steps
+GOLDEN = {0: 9.990e-8, 1: 1.998e-7, 2: 2.997e-7, 499: 4.995e-5, 500: 5.005e-5, 999: 9.990e-5, 1000: 1.0e-4, 1001: 9.9999999975e-5,
+          50_000: 5.12854e-5, 99_999: 1.0000000249e-6, 100_000: 1e-6, 123_456: 1e-6}
+
+
+@pytest.mark.parametrize("step", GOLDEN)
+def test_schedule_is_that_of_nemo(step: int) -> None:
+    lr = optimizer.learning_rate(step, OptimizerConfig(lr=1e-4, min_lr=1e-6, warmup_steps=1000), 100_000)
+    assert lr == pytest.approx(GOLDEN[step], rel=3e-4 if step < 1000 else 1e-6)
+
+
+def test_update_is_torch_adamw_with_decay_only_where_asked() -> None:
+    cfg = OptimizerConfig(betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
+    start = {name: torch.randn(3, 2) for name in ("matrix", "norm")} | {"empty": torch.zeros(0, 2)}
+    mine = {name: t.clone() for name, t in start.items()}
+    first, second = ({n: torch.zeros_like(t) for n, t in start.items()} for _ in range(2))
+    theirs = {name: t.clone().requires_grad_() for name, t in start.items() if t.numel()}
+    reference = torch.optim.AdamW([{"params": [theirs["matrix"]], "weight_decay": 0.1}, {"params": [theirs["norm"]], "weight_decay": 0.0}],
+                                  betas=cfg.betas, eps=cfg.eps)
+    for step in range(4):
+        grads = {name: torch.randn_like(t) for name, t in start.items()}
+        optimizer.update(mine, grads, first, second, step, 0.01 * (step + 1), cfg, {"matrix"})
+        for group in reference.param_groups:
+            group["lr"] = 0.01 * (step + 1)
+        for name, t in theirs.items():
+            t.grad = grads[name]
+        reference.step()
+    for name in theirs:
+        torch.testing.assert_close(mine[name], theirs[name].detach(), rtol=1e-6, atol=1e-7)
+
+
+def test_norm_and_clipping() -> None:
+    start_processes(torch.device("cpu"))
+    grads = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]]), torch.zeros(0)]
+    norm = optimizer.global_norm(grads)
+    assert norm.item() == pytest.approx(5.0)
+    optimizer.clip(grads, norm, 10.0)
+    assert grads[0][0].item() == 3.0
+    optimizer.clip(grads, norm, 0.0)
+    assert grads[0][0].item() == 3.0
+    optimizer.clip(grads, norm, 1.0)
+    assert grads[0][0].item() == pytest.approx(0.6, rel=1e-5) and grads[1].item() == pytest.approx(0.8, rel=1e-5)
