@@ -1,0 +1,19 @@
+"""What can be wrong with data, as one sentence each: what, where, what to do."""
+
+
+class DataError(ValueError):
+    """A fault that ends the run."""
+
+
+class UtteranceError(DataError):
+    """A fault of one utterance; the policy of its reason says whether it ends the run or is skipped and counted."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason  # one of REASONS
+
+    def __reduce__(self) -> tuple[type["UtteranceError"], tuple[str, str]]:
+        return type(self), (self.reason, str(self))  # exceptions are pickled by their args alone
+
+
+REASONS = ("bad_audio", "bad_text", "too_long")

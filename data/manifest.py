@@ -1,0 +1,157 @@
+"""Manifests: NeMo's JSON lines and Lhotse's cuts, told apart by what a line says and not by the file's name.
+
+Every line is checked when the manifest is opened, so that a fault on the last one shows at once; only the file's bytes and the place of
+each line stay in memory, and a line is parsed again when its utterance is needed.
+"""
+
+import gzip
+import io
+import json
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.errors import DataError, UtteranceError
+from data.tokenizer import clean_text
+
+_CUT_KEYS = {"recording", "supervisions", "tracks", "features"}  # at least one is in every Lhotse cut
+_NEMO_KEYS = {"audio_filepath", "duration", "text", "offset", "lang"}
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A piece of an audio file, as a NeMo manifest gives it."""
+
+    path: Path
+    offset_sec: float
+    duration_sec: float
+
+
+@dataclass(frozen=True, slots=True)
+class Utterance:
+    """One line of a manifest."""
+
+    id: str  # unique within the manifest
+    where: str  # file and line, for messages
+    text: Any  # as given; clean_text decides whether it is text
+    duration_sec: float
+    audio: Any  # Segment, or a Lhotse cut
+    lang: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)  # keys of the line that mean nothing here
+
+    def fault(self, reason: str, message: str) -> UtteranceError:
+        """A fault of this utterance, with its place."""
+        return UtteranceError(reason, f"{self.where}: {message} (utterance {self.id})")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A sequence of utterances over the bytes of a file."""
+
+    path: Path
+    blob: bytes
+    places: np.ndarray  # int64 [n, 3]: line number, first byte, last byte + 1
+    repeated: frozenset[str]  # ids that several lines have
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> Utterance:
+        line, start, stop = (int(n) for n in self.places[index])
+        return _parse(self.blob[start:stop], self.path, line, self.repeated)
+
+
+def read_manifest(path: str | Path, on_bad_text: str = "fail") -> Manifest:
+    """The utterances of a manifest, plain or gzipped. Any malformed line is an error, and with on_bad_text=fail any bad text."""
+    path = Path(path)
+    blob = _read(path)
+    places: list[tuple[int, int, int]] = []
+    seen: set[str] = set()
+    repeated: set[str] = set()
+    start = 0
+    for line, text in enumerate(io.BytesIO(blob), 1):
+        stop = start + len(text)
+        if text.strip():
+            utterance = _parse(text, path, line, frozenset())
+            if on_bad_text == "fail":
+                transcript(utterance)
+            (repeated if utterance.id in seen else seen).add(utterance.id)
+            places.append((line, start, stop))
+        start = stop
+    if not places:
+        raise DataError(f"{path} has no lines; a manifest holds one JSON object a line")
+    return Manifest(path, blob, np.array(places), frozenset(repeated))
+
+
+def transcript(utterance: Utterance) -> str:
+    """The clean text of an utterance; raises UtteranceError with its place."""
+    try:
+        return clean_text(utterance.text)
+    except UtteranceError as error:
+        raise utterance.fault(error.reason, str(error)) from error
+
+
+def _read(path: Path) -> bytes:
+    try:
+        blob = path.read_bytes()
+        return gzip.decompress(blob) if blob[:2] == b"\x1f\x8b" else blob
+    except (OSError, EOFError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise DataError(f"the manifest {path} cannot be read ({reason}); check the path") from error
+
+
+def _parse(raw: bytes, path: Path, line: int, repeated: frozenset[str]) -> Utterance:
+    where = f"line {line} of {path}"
+    try:
+        entry = json.loads(raw)
+    except ValueError as error:
+        raise DataError(f"{where} is not JSON ({error}); a manifest holds one JSON object a line") from error
+    if not isinstance(entry, dict):
+        raise DataError(f"{where} is {type(entry).__name__}, not a JSON object; a manifest holds one JSON object a line")
+    is_cut = "audio_filepath" not in entry and bool(_CUT_KEYS & set(entry))
+    utterance = _parse_cut(entry, where) if is_cut else _parse_nemo(entry, path, where)
+    return replace(utterance, id=f"{utterance.id}#{line}") if utterance.id in repeated else utterance
+
+
+def _parse_nemo(entry: dict[str, Any], path: Path, where: str) -> Utterance:
+    for key in ("audio_filepath", "duration", "text"):
+        if key not in entry:
+            raise DataError(f"{where}: no {key} (has: {', '.join(sorted(entry)) or 'no key'}); add it")
+    name = entry["audio_filepath"]
+    if not isinstance(name, str) or not name:
+        raise DataError(f"{where}: audio_filepath is {name!r}; give the path of an audio file")
+    duration = _seconds(entry, "duration", where)
+    offset = _seconds(entry, "offset", where) if entry.get("offset") is not None else 0.0
+    given = entry.get("id")
+    lang = entry.get("lang")
+    return Utterance(
+        id=given if isinstance(given, str) and given else Path(name).stem, where=where, text=entry["text"], duration_sec=duration,
+        audio=Segment(path.parent / name, offset, duration), lang=lang if isinstance(lang, str) else None,
+        extra={key: value for key, value in entry.items() if key not in _NEMO_KEYS})
+
+
+def _seconds(entry: dict[str, Any], key: str, where: str) -> float:
+    value = entry[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise DataError(f"{where}: {key} is {value!r}; give seconds, a number that is not negative")
+    return float(value)
+
+
+def _parse_cut(entry: dict[str, Any], where: str) -> Utterance:
+    from lhotse.serialization import deserialize_item  # seconds to import, and only manifests of cuts need it
+
+    try:
+        cut = deserialize_item(entry)
+        parts = sorted(cut.supervisions, key=lambda supervision: supervision.start)
+        texts = [part.text for part in parts]
+        duration = _seconds({"duration": cut.duration}, "duration", where)
+    except Exception as error:  # whatever Lhotse meets in a malformed line
+        raise DataError(f"{where} is not a Lhotse cut ({type(error).__name__}: {error}); write it with CutSet.to_file") from error
+    if not cut.has_recording:
+        raise DataError(f"{where}: cut {cut.id} has no recording; features alone cannot be used")
+    text = " ".join(texts) if texts and all(isinstance(text, str) for text in texts) else None
+    lang = parts[0].language if parts else None
+    return Utterance(cut.id, where, text, duration, cut, lang, {})

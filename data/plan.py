@@ -1,0 +1,114 @@
+"""Which utterances make which batch. Plans cost no audio and are made in one place, so that the order of the batches and the state to
+resume from depend neither on how many workers read the audio nor on how far they are ahead.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from configs.schema import DataConfig, RowSize
+from data.errors import DataError, UtteranceError
+from data.packing import Load
+from data.sources import Item, Source, indices
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One batch to be made."""
+
+    items: tuple[Item, ...]
+    row: RowSize
+    dropped: tuple[UtteranceError, ...]  # utterances that were skipped while this batch was planned
+    state: State  # where planning goes on after this batch
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of the data a rank sees."""
+
+    seed: int
+    rank: int
+    world: int
+
+
+def settle(error: UtteranceError, cfg: DataConfig) -> UtteranceError:
+    """Applies the policy of the error's reason: raises it, or returns it to be counted."""
+    key = f"on_{error.reason}"
+    if getattr(cfg, key) == "fail":
+        raise DataError(f"{error}; repair it, or leave such utterances out with data.{key}=skip") from error
+    return error
+
+
+def digit_plans(source: Source, rows: Sequence[RowSize], share: Share, state: State, batches_per_step: int) -> Iterator[Plan]:
+    """Endless batches of consecutive strings. State: epoch (always 0), index of the next string, number of the next batch."""
+    index, batch = state.get("index", 0), state.get("batch", 0)
+    while True:
+        step = batch // batches_per_step
+        window = [source.item((index + i) * share.world + share.rank, step) for i in range(rows[-1].utterances)]
+        taken, row = take([item.load for item in window], rows, in_order=True)
+        index, batch = index + len(taken), batch + 1
+        yield Plan(tuple(window[:len(taken)]), row, (), dict(epoch=0, index=index, batch=batch))
+
+
+def manifest_plans(source: Source, rows: Sequence[RowSize], share: Share, state: State, cfg: DataConfig) -> Iterator[Plan]:
+    """Batches of epoch after epoch; each utterance is in one plan an epoch, or among the dropped of one.
+
+    State: epoch, position of the next utterance in this rank's order, and the positions still waiting in the look-ahead window.
+    """
+    epoch, position, pending = state.get("epoch", 0), state.get("position", 0), list(state.get("pending", []))
+    while True:
+        order = indices(len(source), share.seed, epoch, share.rank, share.world, cfg.shuffle)
+        yield from _epoch_plans(source, order, rows, cfg, epoch, position, pending)
+        epoch, position, pending = epoch + 1, 0, []
+
+
+def _epoch_plans(source: Source, order: Sequence[int], rows: Sequence[RowSize], cfg: DataConfig, epoch: int, position: int,
+                 pending: list[int]) -> Iterator[Plan]:
+    window = [(place, source.item(int(order[place]))) for place in pending]
+    dropped: list[UtteranceError] = []
+    while window or position < len(order):
+        while len(window) < 2 * rows[-1].utterances and position < len(order):
+            try:
+                window.append((position, _fitting(source.item(int(order[position])), rows[-1])))
+            except UtteranceError as error:
+                dropped.append(settle(error, cfg))
+            position += 1
+        taken, row = take([item.load for _, item in window], rows)
+        items = tuple(window[i][1] for i in taken)
+        window = [entry for i, entry in enumerate(window) if i not in set(taken)]
+        yield Plan(items, row, tuple(dropped), dict(epoch=epoch, position=position, pending=[place for place, _ in window]))
+        dropped = []
+
+
+def finite_plans(source: Source, rows: Sequence[RowSize], cfg: DataConfig, answers: bool, rank: int, world: int) -> list[Plan]:
+    """Plans of one pass in order for one rank: each utterance once over all ranks, the same number and the largest size of row on each."""
+    plans = list(_epoch_plans(source, range(len(source)), rows[-1:], cfg, 0, 0, []))
+    plans += [Plan((), rows[-1], (), {})] * (-len(plans) % world)
+    if answers:
+        return plans[rank::world]
+    return [Plan(tuple(item.without_answer() for item in plan.items), plan.row, plan.dropped, plan.state) for plan in plans[rank::world]]
+
+
+def take(loads: Sequence[Load], rows: Sequence[RowSize], in_order: bool = False) -> tuple[list[int], RowSize]:
+    """Greedily fills the largest row, oldest first, and returns who goes in and the smallest row that holds them.
+
+    in_order stops at the first that does not fit, instead of trying those behind it.
+    """
+    taken, total = [], Load()
+    for i, load in enumerate(loads):
+        if not (total + load).excess(rows[-1]):
+            taken.append(i)
+            total += load
+        elif in_order:
+            break
+    return taken, next(row for row in rows if not total.excess(row))
+
+
+def _fitting(item: Item, largest: RowSize) -> Item:
+    if excess := item.load.excess(largest):
+        utterance = item.audio
+        message = f"does not fit the largest of data.rows ({excess}; audio of {utterance.duration_sec:.1f} s)"
+        raise utterance.fault("too_long", message)
+    return item

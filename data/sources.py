@@ -1,0 +1,207 @@
+"""Where utterances come from: a manifest, or the digit strings. An Item is all that planning needs; its audio is read by a worker."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from configs.schema import DataConfig, RowSize
+from data import digits
+from data.audio import count_samples, read_audio
+from data.errors import DataError, UtteranceError
+from data.manifest import Manifest, Utterance, read_manifest, transcript
+from data.packing import Example, Load, load_of
+from data.tokenizer import Tokenizer, answer_ids, load_tokenizer, prompt_ids
+
+_CHOICES = dict(kind=("manifest", "digits"), channels=("mean", "first", "error"), on_bad_audio=("fail", "skip"),
+                on_bad_text=("fail", "skip"), on_too_long=("fail", "skip"))
+
+
+@dataclass(frozen=True)
+class Item:
+    """One utterance before its audio is read."""
+
+    id: str
+    text: str
+    prompt: tuple[int, ...]  # with AUDIO once
+    answer: tuple[int, ...]
+    end: tuple[int, ...]
+    load: Load
+    audio: Utterance | digits.DigitString
+
+    def without_answer(self) -> "Item":
+        """The prompt alone, for decoding."""
+        load = replace(self.load, tokens=self.load.tokens - len(self.answer) - len(self.end), label_tokens=0)
+        return replace(self, answer=(), end=(), load=load)
+
+
+class Source(Protocol):
+    """Utterances by number."""
+
+    def item(self, index: int, step: int = 0) -> Item:
+        """Utterance `index`; of an endless source it may depend on the optimizer step. Raises UtteranceError for text it refuses."""
+
+    def __len__(self) -> int:
+        """Utterances of an epoch; 0 if endless."""
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Tokens around a transcript."""
+
+    tokenizer: Tokenizer
+    prompt: tuple[int, ...]
+
+    def item(self, name: str, text: str, samples: int, audio: Utterance | digits.DigitString) -> Item:
+        """The item of a clean transcript; raises UtteranceError for text that the tokenizer would not keep."""
+        answer = tuple(answer_ids(text, self.tokenizer))
+        return Item(name, text, self.prompt, answer, (self.tokenizer.eos_id,), load_of(len(self.prompt), len(answer), samples), audio)
+
+
+def writer(cfg: DataConfig) -> Writer:
+    """Tokenizer and prompt of the configuration."""
+    tokenizer = load_tokenizer(cfg)
+    return Writer(tokenizer, tuple(prompt_ids(cfg.prompt, tokenizer)))
+
+
+@dataclass(frozen=True)
+class ManifestSource:
+    """The lines of a manifest."""
+
+    manifest: Manifest
+    writer: Writer
+    sample_rate: int
+
+    def __len__(self) -> int:
+        return len(self.manifest)
+
+    def item(self, index: int, step: int = 0) -> Item:
+        utterance = self.manifest[index]
+        text = transcript(utterance)
+        try:
+            return self.writer.item(utterance.id, text, count_samples(utterance.duration_sec, self.sample_rate), utterance)
+        except UtteranceError as error:
+            raise utterance.fault(error.reason, str(error)) from error
+
+
+@dataclass(frozen=True)
+class DigitSource:
+    """Endless training strings."""
+
+    writer: Writer
+    seed: int
+    min_words: int
+    max_words: int
+    curriculum_steps: int
+
+    def __len__(self) -> int:
+        return 0
+
+    def item(self, index: int, step: int = 0) -> Item:
+        fewest, most = digits.curriculum(step, self.curriculum_steps, self.min_words, self.max_words)
+        string = digits.train_string(self.seed, index, fewest, most, self.min_words)
+        return digit_item(f"string-{index}", string, self.writer)
+
+
+@dataclass(frozen=True)
+class FixedSource:
+    """A list of items, for the held-out strings and for single files."""
+
+    items: tuple[Item, ...]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def item(self, index: int, step: int = 0) -> Item:
+        return self.items[index]
+
+
+def digit_item(name: str, string: digits.DigitString, written: Writer) -> Item:
+    """The item of a digit string."""
+    return written.item(name, string.text, digits.count_samples(string), string)
+
+
+def training_source(cfg: DataConfig, seed: int) -> ManifestSource | DigitSource:
+    """The source of the training utterances; every fault that can be found without reading audio is found here."""
+    check(cfg)
+    written = writer(cfg)
+    if cfg.kind == "manifest":
+        manifest = read_manifest(given(cfg, "manifest"), cfg.on_bad_text)
+        return ManifestSource(manifest, written, cfg.sample_rate)
+    _check_longest_string(cfg, written)
+    return DigitSource(written, seed, cfg.min_words, cfg.max_words, cfg.curriculum_steps)
+
+
+def validation_source(cfg: DataConfig, name: str) -> ManifestSource | FixedSource:
+    """The source of a validation set, one of validation_names(cfg)."""
+    check(cfg)
+    if name not in validation_names(cfg):
+        raise DataError(f"data.validation has no set {name!r} (has: {', '.join(validation_names(cfg)) or 'none'})")
+    written = writer(cfg)
+    if cfg.kind == "manifest":
+        return ManifestSource(read_manifest(cfg.validation[name], cfg.on_bad_text), written, cfg.sample_rate)
+    strings = digits.held_out_strings(cfg.validation_utterances, cfg.min_words, cfg.max_words)
+    return FixedSource(tuple(digit_item(f"held_out-{i}", string, written) for i, string in enumerate(strings)))
+
+
+def validation_names(cfg: DataConfig) -> list[str]:
+    """Names of the validation sets."""
+    return list(cfg.validation) if cfg.kind == "manifest" else ["held_out"]
+
+
+def example(item: Item, cfg: DataConfig) -> Example:
+    """Reads the audio of an item; raises UtteranceError if it cannot be used."""
+    if isinstance(item.audio, digits.DigitString):
+        samples = digits.render(item.audio)
+    else:
+        samples = read_audio(item.audio, cfg.sample_rate, cfg.channels)
+    return Example(item.id, item.prompt, item.answer, item.end, samples)
+
+
+def row_sizes(cfg: DataConfig) -> list[RowSize]:
+    """The allowed row sizes as plain integers, smallest first."""
+    names = [f.name for f in fields(RowSize)]
+    return [RowSize(**{name: int(getattr(row, name)) for name in names}) for row in cfg.rows]
+
+
+def given(cfg: DataConfig, key: str) -> Any:
+    """A mandatory value, or one sentence that says how to give it."""
+    try:
+        value = getattr(cfg, key)
+    except Exception as error:  # OmegaConf's own, for a missing value
+        raise DataError(f"data.{key} is not set; give it as data.{key}=VALUE") from error
+    if value == "???":
+        raise DataError(f"data.{key} is not set; give it as data.{key}=VALUE")
+    return value
+
+
+def check(cfg: DataConfig) -> None:
+    """Refuses values that no run can have."""
+    for key, allowed in _CHOICES.items():
+        if getattr(cfg, key) not in allowed:
+            raise DataError(f"data.{key} is {getattr(cfg, key)!r}; it can be {' or '.join(allowed)}")
+    rows = row_sizes(cfg)
+    if not rows:
+        raise DataError("data.rows is empty; give at least one row size")
+    for small, large in zip(rows, rows[1:], strict=False):
+        if any(value > getattr(large, key) for key, value in vars(small).items()):
+            raise DataError(f"data.rows: {small} is larger than {large} in some field; order them by size, each within the next")
+    if min(min(vars(row).values()) for row in rows) < 1:
+        raise DataError("data.rows: every size must be at least 1")
+    if not 1 <= cfg.min_words <= cfg.max_words:
+        raise DataError(f"data.min_words is {cfg.min_words} and data.max_words {cfg.max_words}; 1 <= min_words <= max_words")
+
+
+def _check_longest_string(cfg: DataConfig, written: Writer) -> None:
+    samples = digits.longest_samples(cfg.max_words)
+    tokens = max(len(answer_ids(" ".join([word] * cfg.max_words), written.tokenizer)) for word in digits.WORDS)
+    excess = load_of(len(written.prompt), tokens, samples).excess(row_sizes(cfg)[-1])
+    if excess:
+        raise DataError(f"data.rows: a string of data.max_words={cfg.max_words} words can exceed the largest row ({excess}); enlarge it")
+
+
+def indices(count: int, seed: int, epoch: int, rank: int, world: int, shuffle: bool) -> Sequence[int]:
+    """Utterances of one rank in one epoch, in order: every world-th of a permutation that all ranks share."""
+    order = np.random.default_rng((seed, epoch)).permutation(count) if shuffle else np.arange(count)
+    return order[rank::world]
