@@ -172,3 +172,15 @@ class Config:
     precision: str = "bf16"  # bf16 | fp32: compute dtype; parameters, moments and reductions are fp32
     seed: int = 0  # of initialisation and data order
     run_dir: str = MISSING  # logs and checkpoints go here
+
+
+@dataclass
+class EvaluateConfig:
+    """evaluate.py: what to transcribe, with which checkpoint."""
+
+    checkpoint: str = MISSING  # a run's folder (its best checkpoint, else its newest) or one checkpoint
+    audio: str | None = None  # one audio file
+    manifest: str | None = None  # a manifest with transcripts
+    set: str | None = None  # a validation set of the run; without audio, manifest and set: all of them
+    output: str | None = None  # JSONL of references and hypotheses; default: beside the checkpoint
+    max_new_tokens: int | None = None  # longest answer; default: that of the run

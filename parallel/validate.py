@@ -1,14 +1,24 @@
 """Every rule that a configuration must satisfy, checked before any process group or GPU is taken.
 
-A rule is a function of (config, number of processes) that yields a sentence for each violation: key, value, what would work.
+A rule is a function of (config, environment) that yields a sentence for each violation: key, value, what would work.
 """
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from configs.schema import Config
 
-Rule = Callable[[Config, int], Iterator[str]]
+
+@dataclass(frozen=True)
+class Environment:
+    """What a rule may know besides the configuration."""
+
+    world: int = 1  # processes
+    command: str = "train.py"  # as typed, without the launcher
+
+
+Rule = Callable[[Config, Environment], Iterator[str]]
 CHOICES = {
     "precision": ("bf16", "fp32"),
     "compile.scope": ("layer", "step"),
@@ -22,7 +32,8 @@ CHOICES = {
     "model.decoder.router": ("sigmoid", "softmax"),
 }
 AT_LEAST_ONE = (
-    "parallel.ep", "train.steps", "train.accumulate", "train.log_every", "train.keep_checkpoints", "train.max_new_tokens", "data.timeout_sec",
+    "parallel.ep", "train.steps", "train.accumulate", "train.log_every", "train.keep_checkpoints", "train.max_new_tokens",
+    "data.timeout_sec",
     "model.encoder.mel_bins", "model.encoder.d_model", "model.encoder.n_heads", "model.encoder.ff_expansion", "model.encoder.conv_kernel",
     "model.encoder.subsampling_channels", "model.decoder.d_model", "model.decoder.vocab_size", "model.decoder.n_heads",
     "model.decoder.n_kv_heads", "model.decoder.head_dim", "model.decoder.mamba_heads", "model.decoder.mamba_head_dim",
@@ -44,13 +55,13 @@ def value(cfg: Config, key: str) -> object:
     return result
 
 
-def choices(cfg: Config, world: int) -> Iterator[str]:
+def choices(cfg: Config, environment: Environment) -> Iterator[str]:
     for key, allowed in CHOICES.items():
         if value(cfg, key) not in allowed:
             yield f"{key}={value(cfg, key)} is unknown; choose one of {', '.join(allowed)}"
 
 
-def ranges(cfg: Config, world: int) -> Iterator[str]:
+def ranges(cfg: Config, environment: Environment) -> Iterator[str]:
     for keys, least in ((AT_LEAST_ONE, 1), (NOT_NEGATIVE, 0)):
         for key in keys:
             number = value(cfg, key)
@@ -58,16 +69,17 @@ def ranges(cfg: Config, world: int) -> Iterator[str]:
                 yield f"{key}={number} is too small; it must be at least {least}"
 
 
-def processes(cfg: Config, world: int) -> Iterator[str]:
-    ep, experts = cfg.parallel.ep, cfg.model.decoder.n_experts
+def processes(cfg: Config, environment: Environment) -> Iterator[str]:
+    ep, experts, world = cfg.parallel.ep, cfg.model.decoder.n_experts, environment.world
     if ep >= 1 and world % ep:
-        yield (f"parallel.ep={ep} needs a number of processes that is a multiple of {ep}, and there {'is' if world == 1 else 'are'} {world}; "
-               f"start with torchrun --nproc_per_node={math.ceil(world / ep) * ep}")
+        verb = "is" if world == 1 else "are"
+        yield (f"parallel.ep={ep} needs a number of processes that is a multiple of {ep}, and there {verb} {world}; "
+               f"type torchrun --nproc_per_node={math.ceil(world / ep) * ep} {environment.command}")
     if ep > 1 and experts % ep:
         yield f"parallel.ep={ep} does not divide model.decoder.n_experts={experts}; choose a divisor of {experts}"
 
 
-def encoder(cfg: Config, world: int) -> Iterator[str]:
+def encoder(cfg: Config, environment: Environment) -> Iterator[str]:
     e = cfg.model.encoder
     if e.n_heads >= 1 and e.d_model % e.n_heads:
         yield f"model.encoder.n_heads={e.n_heads} does not divide model.encoder.d_model={e.d_model}; choose a divisor"
@@ -77,27 +89,28 @@ def encoder(cfg: Config, world: int) -> Iterator[str]:
         yield f"model.encoder.d_model={e.d_model} is odd; positions need an even width"
 
 
-def decoder(cfg: Config, world: int) -> Iterator[str]:
+def decoder(cfg: Config, environment: Environment) -> Iterator[str]:
     d = cfg.model.decoder
     unknown = sorted(set(d.pattern) - set("M*E-"))
     if unknown or not d.pattern:
-        yield f"model.decoder.pattern={d.pattern!r} has no or unknown letters {unknown}; use M (Mamba-2), * (attention), E (experts), - (MLP)"
+        yield f"model.decoder.pattern={d.pattern!r} has no or unknown letters {unknown}; use M Mamba-2, * attention, E experts, - MLP"
     for small, large in (("n_kv_heads", "n_heads"), ("mamba_groups", "mamba_heads"), ("n_group", "n_experts")):
         if getattr(d, small) >= 1 and getattr(d, large) % getattr(d, small):
             yield f"model.decoder.{small}={getattr(d, small)} does not divide model.decoder.{large}={getattr(d, large)}; choose a divisor"
-    if d.n_group >= 1 and d.top_k > d.n_experts // d.n_group * d.topk_group:
-        yield f"model.decoder.top_k={d.top_k} is more than the {d.n_experts // d.n_group * d.topk_group} experts that a token may choose from"
+    allowed = d.n_experts // max(1, d.n_group) * d.topk_group
+    if d.top_k > allowed:
+        yield f"model.decoder.top_k={d.top_k} is more than the {allowed} experts that a token may choose from"
     if d.topk_group > d.n_group:
         yield f"model.decoder.topk_group={d.topk_group} is more than model.decoder.n_group={d.n_group}"
     if d.n_group > 1 and d.n_experts // d.n_group < 2:
-        yield f"model.decoder.n_group={d.n_group} leaves fewer than the 2 experts a group that its score needs; choose at most {d.n_experts // 2}"
+        yield f"model.decoder.n_group={d.n_group} leaves fewer than the 2 experts that a group needs; choose at most {d.n_experts // 2}"
     if "-" in d.pattern and d.mlp_ffn < 1:
         yield f"model.decoder.mlp_ffn={d.mlp_ffn} but the pattern has a dense MLP; give its hidden width"
     if d.rope_theta is not None and d.head_dim % 2:
         yield f"model.decoder.head_dim={d.head_dim} is odd; rotary positions need an even size"
 
 
-def rows(cfg: Config, world: int) -> Iterator[str]:
+def rows(cfg: Config, environment: Environment) -> Iterator[str]:
     if not cfg.data.rows:
         yield "data.rows is empty; give at least one row size {tokens, audio_frames, utterances, utterance_frames, label_tokens}"
     for i, row in enumerate(cfg.data.rows):
@@ -105,8 +118,8 @@ def rows(cfg: Config, world: int) -> Iterator[str]:
         if small:
             yield f"data.rows[{i}].{small[0]}={getattr(row, small[0])} is too small; it must be at least 1"
         if row.utterance_frames >= min(row.audio_frames, row.tokens):
-            yield (f"data.rows[{i}].utterance_frames={row.utterance_frames} does not fit a row of {row.tokens} tokens and {row.audio_frames} "
-                   "audio frames; make the row longer or the longest utterance shorter")
+            yield (f"data.rows[{i}].utterance_frames={row.utterance_frames} does not fit a row of {row.tokens} tokens and "
+                   f"{row.audio_frames} audio frames; make the row longer or the longest utterance shorter")
     sizes = [(r.tokens, r.audio_frames) for r in cfg.data.rows]
     if sizes != sorted(set(sizes)):
         yield f"data.rows has sizes {sizes}; list different sizes, smallest first"
@@ -115,6 +128,6 @@ def rows(cfg: Config, world: int) -> Iterator[str]:
 RULES: tuple[Rule, ...] = (choices, ranges, processes, encoder, decoder, rows)
 
 
-def validate(cfg: Config, world: int) -> list[str]:
-    """Every violation, in one sentence each; empty when the configuration can run on `world` processes."""
-    return [sentence for rule in RULES for sentence in rule(cfg, world)]
+def validate(cfg: Config, environment: Environment) -> list[str]:
+    """Every violation, in one sentence each; empty when the configuration can run in this environment."""
+    return [sentence for rule in RULES for sentence in rule(cfg, environment)]

@@ -1,6 +1,6 @@
 """Checkpoints with torch.distributed.checkpoint: written under a temporary name, renamed when complete, oldest removed last.
 
-RUN_DIR/checkpoints/step_00000020/ holds the sharded tensors and meta.json: step, processes, each rank's position in the data, counters.
+RUN_DIR/checkpoints/step_00000020/ holds the sharded tensors and meta.json: step, processes, each rank's data position, configuration.
 No generator state is saved because none exists: every random draw is a pure function of (seed, step or data position).
 """
 
@@ -23,7 +23,7 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; says which, why and what to do."""
 
 
-def save(run_dir: Path, state: State, data_state: Any, mesh: Mesh, keep: int, extra: dict[str, Any] | None = None) -> Path:
+def save(run_dir: Path, state: State, data_state: Any, mesh: Mesh, keep: int, config: dict[str, Any]) -> Path:
     """Write a complete checkpoint of `state` and every rank's `data_state`, then drop all but the newest `keep` and the best one."""
     final = run_dir / "checkpoints" / f"step_{state.step:08d}"
     temporary = final.with_suffix(".incomplete")
@@ -31,7 +31,7 @@ def save(run_dir: Path, state: State, data_state: Any, mesh: Mesh, keep: int, ex
     dist.all_gather_object(positions, data_state)
     _on_first_rank(mesh, lambda: _prepare(temporary, state))
     dcp.save(_tensors(state), checkpoint_id=temporary)
-    meta = {"step": state.step, "world": mesh.world, "data": positions, **(extra or {})}
+    meta = {"step": state.step, "world": mesh.world, "data": positions, "config": config}
     _on_first_rank(mesh, lambda: _complete(temporary, final, meta, keep))
     return final
 
@@ -84,8 +84,8 @@ def _prepare(temporary: Path, state: State) -> None:
     free = shutil.disk_usage(temporary).free
     if free < needed * FREE_SPACE_FACTOR:
         temporary.rmdir()
-        raise CheckpointError(f"a checkpoint needs {needed / 2**30:.2f} GiB and {temporary.parent} has {free / 2**30:.2f} GiB free; "
-                              "free some space, lower train.keep_checkpoints or choose another run_dir; the older checkpoints are untouched")
+        raise CheckpointError(f"a checkpoint needs {needed / 2**30:.2f} GiB and {temporary.parent} has {free / 2**30:.2f} GiB free; the "
+                              "older checkpoints are untouched: free some space, lower train.keep_checkpoints or choose another run_dir")
 
 
 def _complete(temporary: Path, final: Path, meta: dict[str, Any], keep: int) -> None:

@@ -19,17 +19,17 @@ class ConfigError(ValueError):
     """A configuration that cannot be used; the message is one sentence: what, where, what to do."""
 
 
-def load(overrides: Sequence[str]) -> Config:
-    """The typed configuration of `train.py OVERRIDES`.
+def load(overrides: Sequence[str]) -> tuple[Config, list[str]]:
+    """The typed configuration of `train.py OVERRIDES`, and a sentence for each mandatory key that is missing (its value is then empty).
 
-    :raises ConfigError: unknown key, wrong type, missing mandatory key, misplaced experiment file, malformed override.
+    :raises ConfigError: unknown key, wrong type, misplaced experiment file, malformed override.
     """
     cfg = composed(overrides)
     missing = sorted(OmegaConf.missing_keys(cfg))
-    if missing:
-        raise ConfigError(f"{', '.join(missing)} must be given: add {' '.join(f'{key}=...' for key in missing)} to the command")
+    for key in missing:
+        OmegaConf.update(cfg, key, "")
     result: Any = OmegaConf.to_object(cfg)
-    return result
+    return result, [f"{key} must be given: add {key}=... to the command" for key in missing]
 
 
 def composed(overrides: Sequence[str]) -> DictConfig:
@@ -43,17 +43,19 @@ def composed(overrides: Sequence[str]) -> DictConfig:
 
 
 def _sentence(error: Exception, overrides: Sequence[str]) -> str:
-    cause = error.__cause__ or error
-    lines = [line.strip() for line in f"{error}\n{cause}".splitlines() if line.strip()]
-    text = lines[0].rstrip(".:")
-    key = getattr(cause, "full_key", None)
-    if "Key 'experiment' not in" in str(error):
-        return "an experiment file was nested under experiment: put '# @package _global_' into its first line"
-    if key and str(key) not in text:
-        text += f" (at {key})"
-    if "Could not override" in text or "not in struct" in str(error):
-        text = next((line for line in lines if "not in" in line), text).rstrip(".") + f", in {' '.join(overrides)}"
-    return f"{text}; every key with its type and default is in configs/schema.py"
+    """What Hydra and OmegaConf say over several lines and causes, as what, where and what to do."""
+    chain = [error]
+    while chain[-1].__cause__ is not None and isinstance(chain[-1].__cause__, Exception):
+        chain.append(chain[-1].__cause__)
+    lines = [line.strip().rstrip(".") for cause in chain for line in str(cause).splitlines() if line.strip()]
+    if any("Key 'experiment' not in" in line for line in lines):
+        return "an experiment file was nested under the key experiment: put '# @package _global_' into its first line"
+    told = next((line for mark in ("Value ", "not in ", "Could not find") for line in lines if mark in line), lines[0])
+    where = next((line.partition(":")[2].strip() for line in lines if line.startswith("full_key:")), "")
+    place = f" at {where}" if where and where not in told else ""
+    if "mismatched input" in told or "LexerNoViableAlt" in told:
+        return f"the command line {' '.join(overrides)} cannot be read: {told}; quote a value with special characters as 'key=\"value\"'"
+    return f"{told}{place} in {' '.join(overrides) or 'configs/'}; every key with its type and default is in configs/schema.py"
 
 
 def to_yaml(cfg: Config | DictConfig) -> str:

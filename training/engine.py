@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from configs.schema import CompileConfig
 from model import params
-from model.params import P, Tree
+from model.params import Tree
 from parallel.gather import Unit, Use, gather_traced
 from parallel.mesh import Mesh
 
@@ -31,11 +31,10 @@ class Engine:
         self.paths: dict[tuple[str, ...], list[str]] = {}
         self.trees: dict[tuple[str, ...], pytree.TreeSpec] = {}
         for key in self.order:
-            subtree = {path.rpartition(".")[2]: params.subtree(spec, path) for path in key} if len(key) > 1 else params.subtree(spec, key[0])
-            leaves, self.trees[key] = pytree.tree_flatten(subtree)
-            prefixes = {path.rpartition(".")[2]: path for path in key}
-            names = [name for name, _ in params.named_leaves(subtree)]
-            self.paths[key] = [_absolute(name, key, prefixes) for name in names]
+            subtrees = {path.rpartition(".")[2]: params.subtree(spec, path) for path in key}
+            tree = subtrees if len(key) > 1 else params.subtree(spec, key[0])
+            leaves, self.trees[key] = pytree.tree_flatten(tree)
+            self.paths[key] = [f"{path}.{name}" for path in key for name, _ in params.named_leaves(params.subtree(spec, path))]
             keep = key == self.order[-1]  # backward starts with it at once
             self.units[key] = Unit(leaves, mesh, dtype, reshard and not keep)
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
@@ -48,13 +47,6 @@ class Engine:
         if fn not in self._compiled:
             self._compiled[fn] = torch.compile(fn, fullgraph=True, dynamic=False)
         return self._compiled[fn]
-
-
-def _absolute(name: str, key: tuple[str, ...], prefixes: dict[str, str]) -> str:
-    if len(key) == 1:
-        return f"{key[0]}.{name}"
-    first, _, rest = name.partition(".")
-    return f"{prefixes[first]}.{rest}"
 
 
 class Pass:

@@ -41,7 +41,10 @@ def clip(grads: list[Tensor], norm: Tensor, limit: float) -> None:
 
 def update(params: Mapping[str, Tensor], grads: Mapping[str, Tensor], first: Mapping[str, Tensor], second: Mapping[str, Tensor],
            step: int, lr: float, cfg: OptimizerConfig, decayed: set[str]) -> None:
-    """One AdamW update (Loshchilov & Hutter 2019) of the local shards, in place. `step` counts from 0; names in `decayed` get weight decay."""
+    """One AdamW update (Loshchilov & Hutter 2019) of the local shards, in place.
+
+    `step` counts from 0; the names in `decayed` get weight decay.
+    """
     for decay in (True, False):
         names = [n for n in params if (n in decayed) == decay and params[n].numel()]
         if names:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,14 @@ class State:
     buffers: dict[str, Tensor]
     first: dict[str, Any]
     second: dict[str, Any]
+
+
+class Gradients(NamedTuple):
+    """One step's gradients of this rank's shards, and the sums over all ranks and micro-batches."""
+
+    grads: dict[str, Tensor]
+    sums: dict[str, Tensor]  # losses and what the layers count
+    counts: dict[str, Tensor]  # supervised tokens
 
 
 def init_state(cfg: Config, mesh: Mesh) -> State:
@@ -58,9 +66,8 @@ def make_engine(cfg: Config, mesh: Mesh) -> Engine:
     return Engine(speech_lm.spec(cfg), speech_lm.units(cfg), mesh, DTYPES[cfg.precision], cfg.parallel.reshard_after_forward, cfg.compile)
 
 
-def make_step(cfg: Config, mesh: Mesh, engine: Engine) -> Callable[[State, Sequence[Batch]], tuple[State, dict[str, Tensor]]]:
-    """The training step. The old state's tensors are updated in place: use only the returned state afterwards."""
-    decayed = {name for name, p in params.named_leaves(speech_lm.spec(cfg)) if p.decay}
+def make_gradients(cfg: Config, mesh: Mesh, engine: Engine) -> Callable[[State, Sequence[Batch]], Gradients]:
+    """The function that turns a state and a step's micro-batches into the gradient of the global mean loss."""
 
     def forward(leaves: dict[str, Tensor], batch: Batch, counts: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         return row_loss(cfg, mesh, engine, leaves, batch, counts)
@@ -68,7 +75,7 @@ def make_step(cfg: Config, mesh: Mesh, engine: Engine) -> Callable[[State, Seque
     if cfg.compile.enabled and cfg.compile.scope == "step":
         forward = torch.compile(forward, fullgraph=True, dynamic=False)
 
-    def step(state: State, batches: Sequence[Batch]) -> tuple[State, dict[str, Tensor]]:
+    def gradients(state: State, batches: Sequence[Batch]) -> Gradients:
         weights = {name: w.requires_grad_() for name, w in sharding.local(state.params).items()}
         counts = label_counts(batches, mesh)
         grads: dict[str, Tensor] = {}
@@ -77,16 +84,28 @@ def make_step(cfg: Config, mesh: Mesh, engine: Engine) -> Callable[[State, Seque
             loss, stats = forward(weights | state.buffers, batch, counts)
             for name, grad in zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True):
                 grads[name] = grads[name] + grad if name in grads else grad
-            sums = {name: sums[name] + value.detach() if sums else value.detach() for name, value in (stats | {"loss": loss}).items()}
-        sums = all_reduce_together(sums)
+            stats = {name: value.detach() for name, value in (stats | {"loss": loss}).items()}
+            sums = {name: sums[name] + value for name, value in stats.items()} if sums else stats
+        return Gradients(grads, all_reduce_together(sums), counts)
+
+    return gradients
+
+
+def make_step(cfg: Config, mesh: Mesh, engine: Engine) -> Callable[[State, Sequence[Batch]], tuple[State, dict[str, Tensor]]]:
+    """The training step. The old state's tensors are updated in place: use only the returned state afterwards."""
+    decayed = {name for name, p in params.named_leaves(speech_lm.spec(cfg)) if p.decay}
+    gradients = make_gradients(cfg, mesh, engine)
+
+    def step(state: State, batches: Sequence[Batch]) -> tuple[State, dict[str, Tensor]]:
+        grads, sums, counts = gradients(state, batches)
         norm = optimizer.global_norm(list(grads.values()))
         optimizer.clip(list(grads.values()), norm, cfg.optimizer.clip_norm)
         lr = optimizer.learning_rate(state.step, cfg.optimizer, cfg.train.steps)
         with torch.no_grad():
-            optimizer.update({n: w.detach() for n, w in weights.items()}, grads, sharding.local(state.first), sharding.local(state.second), state.step, lr,
+            optimizer.update(sharding.local(state.params), grads, sharding.local(state.first), sharding.local(state.second), state.step, lr,
                              cfg.optimizer, decayed)
-        metrics = {"grad_norm": norm, "labels": counts["lm"], **sums}
-        return replace(state, step=state.step + 1, buffers=speech_lm.update(state.buffers, sums, cfg.model)), metrics
+        buffers = speech_lm.update(state.buffers, sums, cfg.model)
+        return replace(state, step=state.step + 1, buffers=buffers), {"grad_norm": norm, "labels": counts["lm"], **sums}
 
     return step
 
@@ -102,6 +121,11 @@ def row_loss(cfg: Config, mesh: Mesh, engine: Engine, leaves: dict[str, Tensor],
     shares = {name: value / counts[name].clamp(min=1) for name, value in losses.items()}
     total = shares["lm"] + cfg.train.ctc_weight * shares["ctc"] if "ctc" in shares else shares["lm"]
     return total, stats | {f"loss_{name}": share for name, share in shares.items()}
+
+
+def to_device(batch: dict[str, Any], mesh: Mesh) -> Batch:
+    """The tensors of a batch, on this rank's device."""
+    return {name: value.to(mesh.device, non_blocking=True) for name, value in batch.items() if isinstance(value, Tensor)}
 
 
 def label_counts(batches: Sequence[Batch], mesh: Mesh) -> dict[str, Tensor]:

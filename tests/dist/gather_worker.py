@@ -97,7 +97,7 @@ class LiveMeter:
             self.count(use)
             return whole
 
-        gather.Use.start, gather.Use.finish = start, finish  # type: ignore[method-assign]
+        gather.Use.start, gather.Use.finish = start, finish  # type: ignore[method-assign,assignment]
         return self
 
     def count(self, use: gather.Use) -> None:

@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def torchrun(processes: int, module: str, *args: str, timeout_sec: int = 600, **env: str) -> Any:
     """The JSON object of `torchrun -m module args`; raises with the output when it fails."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m", module, *args]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"} | env, capture_output=True, text=True, timeout=timeout_sec)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | env
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_sec)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])

@@ -40,7 +40,8 @@ def test_axes_must_match_the_shape() -> None:
 def test_sharding_one_process_keeps_every_value() -> None:
     start_processes(torch.device("cpu"))
     mesh = make_mesh(ParallelConfig(), torch.device("cpu"))
-    spec = {"a": P((3, 5), ("ffn", "embed")), "e": P((4, 2, 3), ("experts", "ffn", "embed")), "b": P((2,), ("embed",), "zeros", kind="buffer")}
+    spec = {"a": P((3, 5), ("ffn", "embed")), "e": P((4, 2, 3), ("experts", "ffn", "embed")),
+            "b": P((2,), ("embed",), "zeros", kind="buffer")}
     state = sharding.init_sharded(spec, 1, mesh)
     for name, p in params.named_leaves(spec):
         full = state[name] if p.kind == "buffer" else state[name].full_tensor()
@@ -57,7 +58,8 @@ def test_draws_depend_on_path_and_seed_alone() -> None:
 
 def test_dt_bias_is_the_inverse_softplus_of_step_sizes_in_range() -> None:
     dt = torch.nn.functional.softplus(params.draw("dt", P((4096,), ("heads",), "dt_bias", low=0.001, high=0.1), 0).double())
-    assert dt.min() > 0.00099 and dt.max() < 0.1001
+    assert dt.min() > 0.00099
+    assert dt.max() < 0.1001
     assert abs(dt.log().mean().item() - (torch.tensor(0.001).log() + torch.tensor(0.1).log()).item() / 2) < 0.1  # log-uniform
 
 

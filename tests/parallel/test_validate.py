@@ -5,7 +5,7 @@ import re
 import pytest
 
 from configs.schema import Config, ModelConfig, RowSize
-from parallel.validate import AT_LEAST_ONE, CHOICES, NOT_NEGATIVE, validate, value
+from parallel.validate import AT_LEAST_ONE, CHOICES, NOT_NEGATIVE, Environment, validate, value
 
 
 def sound() -> Config:
@@ -14,38 +14,44 @@ def sound() -> Config:
     return cfg
 
 
+def check(cfg: Config, world: int) -> list[str]:
+    return validate(cfg, Environment(world, "train.py +experiment=x"))
+
+
 def put(cfg: Config, key: str, new: object) -> None:
     parent, _, name = key.rpartition(".")
     setattr(value(cfg, parent) if parent else cfg, name, new)
 
 
 def test_a_sound_configuration_passes() -> None:
-    assert validate(sound(), 1) == []
+    assert check(sound(), 1) == []
     cfg = sound()
     cfg.parallel.ep = 8
-    assert validate(cfg, 8) == [] and validate(cfg, 16) == []
+    assert check(cfg, 8) == []
+    assert check(cfg, 16) == []
 
 
 @pytest.mark.parametrize("key", CHOICES)
 def test_unknown_names(key: str) -> None:
     cfg = sound()
     put(cfg, key, "nonsense")
-    (sentence,) = validate(cfg, 1)
-    assert sentence.startswith(f"{key}=nonsense is unknown") and CHOICES[key][0] in sentence
+    (sentence,) = check(cfg, 1)
+    assert sentence.startswith(f"{key}=nonsense is unknown")
+    assert CHOICES[key][0] in sentence
 
 
 @pytest.mark.parametrize(("key", "least"), [(k, 1) for k in AT_LEAST_ONE] + [(k, 0) for k in NOT_NEGATIVE])
 def test_sizes_below_their_least(key: str, least: int) -> None:
     cfg = sound()
     put(cfg, key, least - 1)
-    assert f"{key}={least - 1} is too small; it must be at least {least}" in validate(cfg, 1)
+    assert f"{key}={least - 1} is too small; it must be at least {least}" in check(cfg, 1)
     put(cfg, key, least)
-    assert not any("too small" in sentence for sentence in validate(cfg, 1))
+    assert not any("too small" in sentence for sentence in check(cfg, 1))
 
 
 @pytest.mark.parametrize(("changes", "world", "pattern"), [
-    ({"parallel.ep": 8}, 1, r"^parallel.ep=8 needs .* multiple of 8, and there is 1; start with torchrun --nproc_per_node=8$"),
-    ({"parallel.ep": 4}, 6, r"^parallel.ep=4 needs .* there are 6; start with torchrun --nproc_per_node=8$"),
+    ({"parallel.ep": 8}, 1, r"^parallel.ep=8 needs .* of 8, and there is 1; type torchrun --nproc_per_node=8 train.py \+experiment=x$"),
+    ({"parallel.ep": 4}, 6, r"^parallel.ep=4 needs .* there are 6; type torchrun --nproc_per_node=8 train.py \+experiment=x$"),
     ({"parallel.ep": 3}, 3, r"^parallel.ep=3 does not divide model.decoder.n_experts=128"),
     ({"model.encoder.n_heads": 7}, 1, r"^model.encoder.n_heads=7 does not divide model.encoder.d_model=1024"),
     ({"model.encoder.conv_kernel": 8}, 1, r"^model.encoder.conv_kernel=8 is even"),
@@ -70,11 +76,11 @@ def test_rules(changes: dict[str, object], world: int, pattern: str) -> None:
     cfg = sound()
     for key, new in changes.items():
         put(cfg, key, new)
-    (sentence,) = validate(cfg, world)
+    (sentence,) = check(cfg, world)
     assert re.search(pattern, sentence), sentence
 
 
 def test_all_violations_at_once() -> None:
     cfg = sound()
     cfg.precision, cfg.parallel.ep, cfg.model.encoder.conv_kernel = "int3", 8, 4
-    assert len(validate(cfg, 3)) == 3
+    assert len(check(cfg, 3)) == 3

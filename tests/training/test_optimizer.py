@@ -46,4 +46,5 @@ def test_norm_and_clipping() -> None:
     optimizer.clip(grads, norm, 0.0)
     assert grads[0][0].item() == 3.0
     optimizer.clip(grads, norm, 1.0)
-    assert grads[0][0].item() == pytest.approx(0.6, rel=1e-5) and grads[1].item() == pytest.approx(0.8, rel=1e-5)
+    assert grads[0][0].item() == pytest.approx(0.6, rel=1e-5)
+    assert grads[1].item() == pytest.approx(0.8, rel=1e-5)

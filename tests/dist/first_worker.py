@@ -1,0 +1,99 @@
+"""Under torchrun: ten steps of the digits model on fixed rows. Writes losses and the full gradients of the first and the last step.
+
+usage: first_worker OUT EXPERIMENT ROWS_A_RANK OVERRIDES...
+"""
+
+import json
+import sys
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from configs.schema import Config
+from data.packing import AUDIO, Example, pack_row
+from model import params, speech_lm
+from parallel import gather, sharding
+from parallel.mesh import Mesh, make_mesh, start_processes
+from tests.dist.gather_worker import LiveMeter
+from training import config
+from training.step import Batch, init_state, make_engine, make_gradients, make_step
+
+STEPS, ROWS = 10, 2
+
+
+def rows(cfg: Config, step: int) -> list[Batch]:
+    """The global batch of a step: ROWS rows of noise and random transcripts of very different lengths."""
+    out = []
+    for row in range(ROWS):
+        rng = np.random.default_rng((step, row))
+        seconds = rng.uniform(0.2, 2.0, size=3 if row == 0 else 6)
+        examples = [Example(str(i), [AUDIO], rng.integers(3, 40, size=int(rng.integers(1, 2 + 6 * sec))).tolist(), [1],
+                            rng.standard_normal(int(16000 * sec)).astype(np.float32) * 0.1) for i, sec in enumerate(seconds)]
+        out.append({name: torch.from_numpy(value) for name, value in pack_row(examples, cfg.data.rows[0]).items()})
+    return out
+
+
+class CollectiveMeter:
+    """Counts the data-parallel collectives of dense parameters, by patching what parallel.gather calls."""
+
+    def __init__(self, mesh: Mesh):
+        self.dense, self.counts = mesh.dense.get_group(), Counter[str]()
+
+    def __enter__(self) -> "CollectiveMeter":
+        self.originals = {name: getattr(gather, name) for name in ("all_gather_start", "reduce_scatter")}
+        for name, function in self.originals.items():
+            setattr(gather, name, self._counted(name, function))
+        return self
+
+    def _counted(self, name: str, function: Any) -> Any:
+        def call(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+            self.counts[name] += group.group_name == self.dense.group_name
+            return function(x, group)
+
+        return call
+
+    def __exit__(self, *exc: object) -> None:
+        for name, function in self.originals.items():
+            setattr(gather, name, function)
+
+
+def whole(spec: dict[str, params.P], tensors: dict[str, Any], mesh: Mesh) -> dict[str, torch.Tensor]:
+    """Unsharded copies of parameters or of their gradients (which arrive as local shards)."""
+    parts = {name: t if hasattr(t, "full_tensor") else sharding.from_local(spec[name], t.contiguous(), mesh) for name, t in tensors.items()}
+    return {name: part.full_tensor().clone() for name, part in parts.items()}
+
+
+def main() -> None:
+    out, experiment, a_rank, *overrides = sys.argv[1:]
+    start_processes(torch.device("cpu"))
+    cfg, _ = config.load([f"+experiment={experiment}", f"train.steps={STEPS}", "optimizer.warmup_steps=2", *overrides])
+    mesh = make_mesh(cfg.parallel, torch.device("cpu"))
+    spec = dict(params.named_leaves(speech_lm.spec(cfg)))
+    state = init_state(cfg, mesh)
+    start = whole(spec, state.params, mesh)
+    engine = make_engine(cfg, mesh)
+    gradients, step = make_gradients(cfg, mesh, engine), make_step(cfg, mesh, engine)
+    first: dict[str, torch.Tensor] = {}
+    last: dict[str, torch.Tensor] = {}
+    losses = []
+    mine = slice(mesh.rank * int(a_rank), (mesh.rank + 1) * int(a_rank))
+    for i in range(STEPS):
+        batches = rows(cfg, i)[mine]
+        if i in (0, STEPS - 1):
+            with LiveMeter() as live, CollectiveMeter(mesh) as collectives:
+                grads = whole(spec, gradients(state, batches).grads, mesh)
+            first, last = (grads, last) if i == 0 else (first, grads)
+        state, metrics = step(state, batches)
+        losses.append(metrics["loss"].item())
+    if mesh.rank == 0:
+        torch.save({"start": start, "first": first, "last": last}, out)
+        per_layer = sum(collectives.counts.values()) / len(engine.order)
+        print(json.dumps({"losses": losses, "live_max": live.most, "collectives_per_layer": per_layer}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

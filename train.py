@@ -1,0 +1,38 @@
+"""Train a speech language model: `python train.py +experiment=digits`, `torchrun --nproc_per_node=8 train.py +experiment=nemotron_ep8`.
+
+`--cfg job` prints the configuration instead. Every key: configs/schema.py.
+"""
+
+import json
+import os
+import sys
+import time
+
+STARTED = float(os.environ.get("REEDLING_STARTED", time.time()))  # set by make before it installs anything
+
+
+def main(arguments: list[str]) -> None:
+    from training import launch
+
+    if "--cfg" in arguments:
+        print(launch.show(arguments))
+        return
+    cfg, device = launch.configure(arguments)
+    with launch.reporting():
+        outcome = launch.run(cfg, device)
+    if launch.rank() == 0:
+        wer = [sum(sets.values()) / len(sets) for sets in outcome.wer.values() if sets]
+        figures = {
+            "wer_before": wer[0] if len(wer) > 1 else None,
+            "wer_after": wer[-1] if wer else None,
+            "train_seconds": round(outcome.train_seconds, 1),
+            "total_seconds": round(time.time() - STARTED, 1),
+            "recompiles_after_warmup": outcome.recompiles_after_warmup,
+        }
+        print(f"interrupted at step {outcome.steps}; the same command continues" if outcome.interrupted
+              else f"done: python evaluate.py checkpoint={cfg.run_dir} audio=YOUR.wav", flush=True)
+        print(json.dumps(figures), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

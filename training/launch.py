@@ -1,0 +1,162 @@
+"""From the command line to a running job: refuse what cannot work, say what the run is, run it, report a failure in one sentence."""
+
+import math
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from configs.schema import Config
+from data.errors import DataError
+from data.sources import training_source, validation_names, validation_source
+from data.tokenizer import load_tokenizer
+from model import params, speech_lm
+from model.lengths import FRAME_SEC
+from parallel.mesh import Mesh, make_mesh, start_processes
+from parallel.validate import Environment, validate
+from training import checkpoint, config
+from training.loop import Outcome, Run, RunError
+from training.progress import RunSummary, banner
+from training.step import DTYPES
+from training.telemetry import EVENTS_DIR, Telemetry
+
+REFUSED = 2  # exit status
+
+
+def rank() -> int:
+    """This process's number, also before any process group exists."""
+    return int(os.environ.get("RANK", 0))
+
+
+def world() -> int:
+    """Number of processes, also before any process group exists."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def refuse(sentences: Sequence[str]) -> NoReturn:
+    """End with the sentences, printed once: every rank comes to the same ones."""
+    if rank() == 0:
+        print(*(f"error: {sentence}" for sentence in sentences), sep="\n", file=sys.stderr, flush=True)
+    sys.exit(REFUSED)
+
+
+def show(arguments: Sequence[str]) -> str:
+    """What `--cfg job` prints: the resolved configuration."""
+    try:
+        return config.to_yaml(config.composed([a for a in arguments if a not in ("--cfg", "job", "--resolve")]))
+    except config.ConfigError as error:
+        refuse([str(error)])
+
+
+def configure(arguments: Sequence[str]) -> tuple[Config, torch.device]:
+    """A configuration that can run, checked before any process group or GPU is taken."""
+    try:
+        cfg, problems = config.load(arguments)
+        environment = Environment(world(), " ".join(["train.py", *arguments]))
+        problems += validate(cfg, environment)
+        if not problems:
+            check_data(cfg)
+    except (config.ConfigError, DataError) as error:
+        problems = [str(error)]
+    if problems:
+        refuse(problems)
+    return cfg, pick_device()
+
+
+def check_data(cfg: Config) -> None:
+    """Open tokenizer and manifests, and compare the tokenizer with the model."""
+    size, rows = load_tokenizer(cfg.data).vocab_size, cfg.model.decoder.vocab_size
+    if size > rows:
+        raise DataError(f"model.decoder.vocab_size={rows} is less than the {size} tokens of {cfg.data.tokenizer}; set it to {size} or more")
+    training_source(cfg.data, cfg.seed)
+    for name in validation_names(cfg.data):
+        validation_source(cfg.data, name)
+
+
+def pick_device() -> torch.device:
+    """This process's GPU, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    return device
+
+
+@contextmanager
+def reporting() -> Iterator[None]:
+    """Turn the failures that a user can mend into one sentence, and leave no process waiting for this one."""
+    try:
+        yield
+    except (DataError, RunError, checkpoint.CheckpointError) as error:
+        print(f"error: {error}" if world() == 1 else f"error on rank {rank()}: {error}", file=sys.stderr, flush=True)
+        os._exit(REFUSED)  # the other ranks may be in a collective: a clean shutdown would wait for them
+    else:
+        dist.destroy_process_group()
+
+
+def run(cfg: Config, device: torch.device) -> Outcome:
+    """The whole run of a checked configuration."""
+    start_processes(device)
+    mesh = make_mesh(cfg.parallel, device)
+    run_dir = Path(cfg.run_dir)
+    if mesh.rank == 0:
+        if cfg.train.resume == "never":
+            set_aside(run_dir)
+        print(banner(summary(cfg, mesh)), flush=True)
+    dist.barrier()
+    job = Run(cfg, mesh, load_tokenizer(cfg.data), lambda step: Telemetry(run_dir, mesh.rank, cfg.train.steps, step))
+    try:
+        return job.train()
+    finally:
+        job.telemetry.close()
+
+
+def set_aside(run_dir: Path) -> None:
+    """Move an earlier run out of the way of one that starts anew."""
+    if (run_dir / "checkpoints").exists():
+        number = next(n for n in range(1, 1_000_000) if not run_dir.with_name(f"{run_dir.name}.old{n}").exists())
+        run_dir.rename(run_dir.with_name(f"{run_dir.name}.old{number}"))
+
+
+def summary(cfg: Config, mesh: Mesh) -> RunSummary:
+    """What this run is, in numbers."""
+    spec = speech_lm.spec(cfg)
+    leaves = [p for _, p in params.named_leaves(spec) if p.kind == "param"]
+    total = params.count(spec)
+    routed = sum(math.prod(p.shape) for p in leaves if "experts" in p.axes)
+    decoder, row = cfg.model.decoder, cfg.data.rows[-1]
+    rows_a_step = mesh.dp * cfg.train.accumulate
+    return RunSummary(
+        run_dir=Path(cfg.run_dir), device=mesh.device.type, precision=cfg.precision,
+        mesh={"dp_shard": mesh.dp}, layout=layout(mesh),
+        parameters_total=total, parameters_trainable=total,
+        parameters_active=total - routed + routed * decoder.top_k // decoder.n_experts,
+        tokens_per_step=row.tokens * rows_a_step, audio_sec_per_step=row.audio_frames * FRAME_SEC * rows_a_step,
+        memory_bytes=memory(cfg, mesh, leaves), tensorboard_dir=Path(cfg.run_dir) / EVENTS_DIR,
+        checkpoint_dir=Path(cfg.run_dir) / "checkpoints")
+
+
+def layout(mesh: Mesh) -> dict[str, str]:
+    """Logical axis -> where it is split, for the axes that are."""
+    named = {}
+    if mesh.world > 1:
+        named["all parameters"] = f"dp_shard {mesh.dp}"
+    if mesh.ep > 1:
+        named["experts"] = f"ep {mesh.ep}, then ep_shard {mesh.world // mesh.ep}"
+    return named
+
+
+def memory(cfg: Config, mesh: Mesh, leaves: Sequence[params.P]) -> dict[str, int]:
+    """Bytes that a rank holds whatever its batch: fp32 shards, and two layers' whole weights in the compute dtype."""
+    shards = 4 * sum(math.prod(p.shape) for p in leaves) // mesh.world
+    spec = speech_lm.spec(cfg)
+    sizes = [sum(math.prod(p.shape) // (mesh.ep if "experts" in p.axes else 1) for path in unit
+                 for _, p in params.named_leaves(params.subtree(spec, path))) for unit in speech_lm.units(cfg)]
+    gathered = sum(sorted(sizes)[-2:]) * DTYPES[cfg.precision].itemsize if mesh.world > 1 else 0
+    return {"parameters": shards, "moments": 2 * shards, "gradients": shards, "gathered layers": gathered}
+

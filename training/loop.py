@@ -1,0 +1,207 @@
+"""The training run: data -> step -> log -> validate -> checkpoint, until the last step or a signal."""
+
+import math
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from configs.schema import Config
+from data.loader import decoding_batches, empty_batch, make_loader, validation_batches
+from data.sources import validation_names
+from data.tokenizer import Tokenizer
+from parallel import sharding
+from parallel.mesh import Mesh
+from training import checkpoint, evaluation, optimizer
+from training.config import to_dict
+from training.step import State, init_state, make_engine, make_step, row_loss, to_device
+from training.telemetry import Meter, Telemetry, compilations, expert_load, to_floats
+
+WARM_UP_STEPS = 10  # steps after which nothing may compile any more
+EXAMPLES = 8  # transcripts shown of each validation set
+
+
+class RunError(RuntimeError):
+    """A run that cannot go on; the message is one sentence."""
+
+
+@dataclass
+class Outcome:
+    """What a finished run reports."""
+
+    steps: int = 0
+    train_seconds: float = 0.0
+    recompiles_after_warmup: int = 0
+    interrupted: bool = False
+    wer: dict[int, dict[str, float]] = field(default_factory=dict)  # step -> word error rate of each validation set
+
+
+class Interruption:
+    """SIGTERM and SIGINT ask for a checkpoint and the end; the ranks agree on it between two steps."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.hosts = dist.new_group(backend="gloo")  # agreeing must not wait for the devices
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._ask)
+
+    def _ask(self, number: int, frame: object) -> None:
+        self.asked = True
+
+    def agreed(self) -> bool:
+        """Whether any rank was asked to stop. All ranks must call this together."""
+        flag = torch.tensor(int(self.asked))
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.hosts)
+        return bool(flag.item())
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Host tensors of all ranks added up."""
+        dist.all_reduce(tensor, group=self.hosts)
+        return tensor
+
+
+class Run:
+    """One training run. Everything that changes is `state`, `position` (in the data) and what is reported."""
+
+    def __init__(self, cfg: Config, mesh: Mesh, tokenizer: Tokenizer, open_telemetry: Callable[[int], Telemetry]):
+        self.cfg, self.mesh, self.tokenizer, self.run_dir = cfg, mesh, tokenizer, Path(cfg.run_dir)
+        self.state, self.position, notes = resume(cfg, init_state(cfg, mesh), mesh)
+        self.telemetry = open_telemetry(self.state.step)
+        for note in notes:
+            self.telemetry.note(note)
+        self.loader = make_loader(cfg.data, cfg.seed, mesh.rank, mesh.dp, self.position, cfg.train.accumulate)
+        self.engine = make_engine(cfg, mesh)
+        self.step = make_step(cfg, mesh, self.engine)
+        self.interruption, self.meter, self.outcome = Interruption(), Meter(), Outcome()
+        self.best = checkpoint.best(self.run_dir)
+        self.saved_step = self.state.step
+
+    def train(self) -> Outcome:
+        """All steps that are left, with what belongs between them."""
+        cfg, started = self.cfg.train, time.perf_counter()
+        self.warm_up()
+        if cfg.decode_at_start and self.state.step == 0:
+            self.decode()
+        warm_after, compiled, recent = min(self.state.step + WARM_UP_STEPS, cfg.steps), 0, []
+        while self.state.step < cfg.steps and not self.outcome.interrupted:
+            metrics = self.advance()
+            recent.append(metrics["loss_lm"])
+            if self.state.step == warm_after:
+                compiled = compilations()
+            if self._due(cfg.log_every):
+                self.log(metrics, torch.stack(recent).mean())
+                recent = []
+            with self.meter.paused():
+                self._between_steps()
+            self.outcome.interrupted = self.interruption.agreed()
+        self.outcome.steps, self.outcome.recompiles_after_warmup = self.state.step, compilations() - compiled
+        if not self.outcome.interrupted:
+            self._finish()
+        self.save()
+        self.outcome.train_seconds = time.perf_counter() - started
+        return self.outcome
+
+    def warm_up(self) -> None:
+        """Compile every row size for training and for evaluation, on rows of nothing, before the first step; changes no state."""
+        leaves = {name: w.requires_grad_() for name, w in sharding.local(self.state.params).items()}
+        one = torch.ones((), device=self.mesh.device)
+        for size in self.cfg.data.rows:
+            batch = empty_batch(size)
+            row = to_device(batch, self.mesh)
+            loss, _ = row_loss(self.cfg, self.mesh, self.engine, leaves | self.state.buffers, row, {"lm": one, "ctc": one})
+            torch.autograd.grad(loss, list(leaves.values()))
+            evaluation.validation_loss(self.cfg, self.mesh, self.engine, self.state, [batch])
+
+    def advance(self) -> dict[str, Tensor]:
+        """One optimizer step on the next batches of every rank."""
+        with self.meter.waiting():
+            batches = [next(self.loader) for _ in range(self.cfg.train.accumulate)]
+        self.state, metrics = self.step(self.state, [to_device(batch, self.mesh) for batch in batches])
+        self.position = batches[-1]["state"]
+        self.skipped = batches[-1]["counters"]
+        for batch in batches:
+            slots = len(batch["tokens_T"])
+            self.meter.add(round(batch["fill"] * slots), slots, batch["audio_sec"])
+        self.telemetry.tick(self.state.step)
+        return metrics
+
+    def log(self, metrics: dict[str, Tensor], loss: Tensor) -> None:
+        """Write and show this logging interval; the only place where figures leave the device."""
+        loads = {name.removesuffix(".expert_load"): value for name, value in metrics.items() if name.endswith(".expert_load")}
+        scalars = {name: value for name, value in metrics.items() if name in ("grad_norm", "loss_ctc")}
+        values = to_floats({"loss": loss, **scalars, **expert_load(loads)})
+        if not math.isfinite(values["loss"] + values["grad_norm"]):
+            raise RunError(f"the loss is {values['loss']} and the gradient norm {values['grad_norm']} near step {self.state.step}; "
+                           "lower optimizer.lr or look at the data of these steps, and start again from the last checkpoint")
+        values |= {"lr": optimizer.learning_rate(self.state.step - 1, self.cfg.optimizer, self.cfg.train.steps)}
+        values |= {f"skipped/{reason}": count for reason, count in self.skipped.items() if count}
+        self.telemetry.log_step(self.state.step, values | self.meter.flush(self.interruption.sum))
+
+    def validate(self) -> None:
+        """Loss on every validation set; a checkpoint when their mean is the best so far."""
+        losses = []
+        for name in validation_names(self.cfg.data):
+            batches = validation_batches(self.cfg.data, name, self.mesh.rank, self.mesh.dp)
+            figures = evaluation.validation_loss(self.cfg, self.mesh, self.engine, self.state, batches)
+            self.telemetry.log_validation(self.state.step, name, figures)
+            losses.append(figures["loss"])
+        mean = sum(losses) / max(1, len(losses))
+        if losses and (self.best is None or mean < self.best[1]):
+            self.best = self.save(), mean
+            checkpoint.mark_best(self.run_dir, *self.best, self.mesh)
+
+    def decode(self) -> None:
+        """Greedy transcripts and word error rate of every validation set."""
+        self.outcome.wer[self.state.step] = {}
+        for name in validation_names(self.cfg.data):
+            batches = list(decoding_batches(self.cfg.data, name, self.mesh.rank, self.mesh.dp, self.cfg.train.max_new_tokens))
+            found = evaluation.transcribe(self.cfg, self.mesh, self.engine, self.state, batches, self.tokenizer)
+            figures = evaluation.word_error_rate(found)
+            examples = [(t.reference, t.hypothesis) for t in found[:EXAMPLES]]
+            picture = evaluation.mel_picture(self.cfg, self.mesh, to_device(batches[0], self.mesh)) if batches else None
+            self.telemetry.log_validation(self.state.step, name, figures, examples, picture)
+            self.outcome.wer[self.state.step][name] = figures["wer"]
+
+    def save(self) -> Path:
+        """A checkpoint of the present state."""
+        self.saved_step = self.state.step
+        return checkpoint.save(self.run_dir, self.state, self.position, self.mesh, self.cfg.train.keep_checkpoints, to_dict(self.cfg))
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.state.step % every == 0
+
+    def _between_steps(self) -> None:
+        if self._due(self.cfg.train.validate_every):
+            self.validate()
+        if self._due(self.cfg.train.decode_every):
+            self.decode()
+        if self._due(self.cfg.train.checkpoint_every) and self.saved_step != self.state.step:
+            self.save()
+
+    def _finish(self) -> None:
+        if not self._due(self.cfg.train.validate_every):
+            self.validate()
+        if self.state.step not in self.outcome.wer:
+            self.decode()
+
+
+def resume(cfg: Config, state: State, mesh: Mesh) -> tuple[State, Any, list[str]]:
+    """The state to start from, this rank's position in the data, and what to tell the user about it."""
+    path = {"auto": checkpoint.newest(Path(cfg.run_dir)), "never": None}.get(cfg.train.resume, Path(cfg.train.resume))
+    if path is None:
+        return state, None, []
+    state, meta = checkpoint.load(path, state, mesh)
+    if meta["world"] != mesh.world:
+        raise checkpoint.CheckpointError(
+            f"{path} holds the data positions of {meta['world']} processes and there are {mesh.world}; "
+            f"start {meta['world']} processes, or a new run_dir")
+    notes, total = [f"resuming from {path} at step {state.step}"], meta["config"]["train"]["steps"]
+    if total != cfg.train.steps:
+        notes.append(f"train.steps is {cfg.train.steps} and was {total}: from here on the learning rate follows the new schedule")
+    return state, meta["data"][mesh.rank], notes
