@@ -8,6 +8,7 @@ from omegaconf import MissingMandatoryValue, OmegaConf
 from omegaconf.errors import ConfigKeyError, ValidationError
 
 from configs.schema import Config
+from training.config import CONFIG_DIR, composed
 
 
 def merged(*overrides: str) -> Any:
@@ -51,3 +52,11 @@ def test_schema_makes_objects_of_its_own_classes() -> None:
     nested = [getattr(config, f.name) for f in fields(config) if is_dataclass(f.type)]
     assert len(nested) >= 6
     assert all(is_dataclass(value) for value in nested)
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted((CONFIG_DIR / "experiment").glob("*.yaml"))])
+def test_every_experiment_composes_with_every_model_and_keeps_its_own_run_dir(name: str) -> None:
+    for model in (path.stem for path in sorted((CONFIG_DIR / "model").glob("*.yaml"))):
+        config = composed([f"+experiment={name}", f"model={model}"])
+        assert config.run_dir == f"runs/{name}"
+        assert OmegaConf.missing_keys(config) <= {"data.manifest", "data.tokenizer"}
