@@ -1,0 +1,197 @@
+"""Mixture-of-experts MLP: each token goes through its chosen experts, whose results are summed with the router's weights.
+
+Expert numbers outside [0, E) contribute nothing: padding tokens, experts on other ranks. Results are deterministic: tokens are sorted
+stably by expert, and each token gathers its rows in the order of its choices, so nothing is added atomically.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.activation import activate, activate_backward, activate_wide, widen
+from kernels.linear import product
+
+ROWS = 32  # rows of an expert are padded to a multiple: oneDNN builds a kernel for each new shape and keeps only the last 1,024
+
+
+def experts(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor, *, activation: str,
+            implementation: str = "auto") -> Tensor:
+    """Weighted sum over each token's experts of down act(up x). [T, D]
+
+    :param ids_TK: int64, the chosen experts; those outside [0, E) contribute nothing
+    :param weights_TK: the router's weights, fp32 or wider
+    :param up_EFD: [E, F, D]; for swiglu [E, 2F, D], gate rows before up rows
+    :param activation: relu2 | swiglu
+    :param implementation: auto | a key of IMPLEMENTATIONS
+    """
+    if implementation == "auto":
+        implementation = "cpu" if x_TD.device.type == "cpu" else "grouped_mm" if x_TD.dtype == torch.bfloat16 else "reference"
+    return IMPLEMENTATIONS[implementation](x_TD, ids_TK, weights_TK, up_EFD, down_EDF, activation)
+
+
+def experts_reference(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor, activation: str) -> Tensor:
+    """All experts on all tokens, those that a token did not choose weighted by 0."""
+    n_experts = up_EFD.shape[0]
+    chosen_TKE = ids_TK[..., None] == torch.arange(n_experts, device=ids_TK.device)
+    weights_TE = torch.einsum("tk,tke->te", weights_TK, chosen_TKE.to(weights_TK.dtype))
+    h_TEF = activate(torch.einsum("td,efd->tef", x_TD, up_EFD), activation)
+    y_TED = torch.einsum("tef,edf->ted", h_TEF, down_EDF)
+    return torch.einsum("ted,te->td", widen(y_TED), weights_TE).to(x_TD.dtype)
+
+
+def _experts_grouped_mm(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor, activation: str) -> Tensor:
+    keys = _keys(ids_TK, up_EFD.shape[0])
+    order = torch.argsort(keys, stable=True)
+    slots = torch.argsort(order)
+    counts = (keys[:, None] == torch.arange(up_EFD.shape[0], device=keys.device)).sum(0)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    exists = (torch.arange(len(keys), device=keys.device) < ends[-1])[:, None]  # rows beyond the last end are left unwritten
+    rows = _Permute.apply(x_TD.repeat_interleave(ids_TK.shape[1], 0), order, slots)
+    h = F.grouped_mm(torch.where(exists, rows, 0), up_EFD.transpose(1, 2), offs=ends)
+    h = activate(torch.where(exists, h, 0), activation)
+    y = torch.where(exists, F.grouped_mm(h, down_EDF.transpose(1, 2), offs=ends), 0)
+    y_TKD = _Permute.apply(y, slots, order).unflatten(0, ids_TK.shape)
+    return (widen(y_TKD) * weights_TK[..., None]).sum(1).to(x_TD.dtype)
+
+
+class _Permute(torch.autograd.Function):
+    """x[order], with the gradient as a gather too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x[order]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad[ctx.saved_tensors[0]], None, None
+
+
+def _keys(ids_TK: Tensor, n_experts: int) -> Tensor:
+    """Expert of each choice [T * K], n_experts where there is none."""
+    ids = ids_TK.flatten()
+    return torch.where((ids >= 0) & (ids < n_experts), ids, n_experts)
+
+
+class _Route(NamedTuple):
+    """Which rows belong to which expert. Expert e's `counts[e]` rows begin at `starts[e]` and are padded to a multiple of ROWS."""
+
+    counts: list[int]
+    starts: list[int]
+    choice_R: Tensor  # int64, the flat choice (token * K + k) that a row serves; 0 for padding
+    slots_TK: Tensor  # int64, row of each choice; R, one beyond the last, where it has no expert here
+
+
+def _route(ids_TK: Tensor, n_experts: int) -> _Route:
+    keys = _keys(ids_TK, n_experts)
+    counts = torch.bincount(keys, minlength=n_experts + 1)[:n_experts]
+    padded = -(-counts // ROWS) * ROWS
+    ends, first = padded.cumsum(0), counts.cumsum(0) - counts
+    rows, used = int(ends[-1]), int(counts.sum())
+    choices = torch.argsort(keys, stable=True)[:used]
+    expert = keys[choices]
+    row = torch.arange(used) - first[expert] + (ends - padded)[expert]
+    choice_R = torch.zeros(rows, dtype=torch.int64)
+    choice_R[row] = choices
+    slots = torch.full((ids_TK.numel(),), rows)
+    slots[choices] = row
+    return _Route(counts.tolist(), (ends - padded).tolist(), choice_R, slots.view_as(ids_TK))
+
+
+def _bound(ids_TK: Tensor, n_experts: int) -> int:
+    """Rows, padding included, that any routing of this many choices can need."""
+    return ids_TK.numel() + n_experts * (ROWS - 1)
+
+
+def _take(x_TD: Tensor, tokens: Tensor, count: int) -> Tensor:
+    """Rows of x, the first `count` as `tokens` says, the padding zero."""
+    rows = x_TD.index_select(0, tokens)
+    rows[count:].zero_()
+    return rows
+
+
+def _combine(rows_RD: Tensor, slots_TK: Tensor) -> Tensor:
+    """Sum of each token's rows, accumulated in fp32; the last row of rows_RD stands for absent choices and is zeroed. [T, D]"""
+    rows_RD[-1].zero_()
+    return F.embedding_bag(slots_TK, rows_RD, mode="sum")
+
+
+@torch.library.custom_op("reedling::experts", mutates_args=())
+def _experts_op(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor,
+                activation: str) -> tuple[Tensor, Tensor]:
+    """The result and the pre-activation [bound, F or 2F], of which backward needs the rows that the routing uses."""
+    n_experts, width = up_EFD.shape[:2]
+    route = _route(ids_TK, n_experts)
+    h_RF = x_TD.new_empty(_bound(ids_TK, n_experts), width)
+    y_RD = x_TD.new_empty(len(route.choice_R) + 1, down_EDF.shape[1])
+    tokens_R, weights_R = route.choice_R // ids_TK.shape[1], weights_TK.flatten()[route.choice_R, None]
+    for e, (count, start) in enumerate(zip(route.counts, route.starts, strict=True)):
+        if count:
+            rows = slice(start, start + -(-count // ROWS) * ROWS)
+            h = product("nt", _take(x_TD, tokens_R[rows], count), up_EFD[e])
+            h_RF[rows] = h
+            weighted = activate_wide(widen(h), activation).mul_(weights_R[rows]).to(x_TD.dtype)
+            y_RD[rows] = product("nt", weighted, down_EDF[e])
+    return _combine(y_RD, route.slots_TK), h_RF
+
+
+@torch.library.custom_op("reedling::experts_backward", mutates_args=())
+def _experts_backward_op(dy_TD: Tensor, h_RF: Tensor, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor,
+                         activation: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, weights, up and down. The sorting is repeated: it is deterministic and cheaper than keeping its result."""
+    route = _route(ids_TK, up_EFD.shape[0])
+    dx_RD = x_TD.new_empty(len(route.choice_R) + 1, x_TD.shape[1])
+    dweights_R = weights_TK.new_zeros(len(route.choice_R) + 1)
+    dup_EFD, ddown_EDF = torch.empty_like(up_EFD), torch.empty_like(down_EDF)
+    tokens_R, weights_R = route.choice_R // ids_TK.shape[1], weights_TK.flatten()[route.choice_R, None]
+    for e, (count, start) in enumerate(zip(route.counts, route.starts, strict=True)):
+        if not count:
+            dup_EFD[e].zero_()
+            ddown_EDF[e].zero_()
+            continue
+        rows = slice(start, start + -(-count // ROWS) * ROWS)
+        x, dy, h = _take(x_TD, tokens_R[rows], count), _take(dy_TD, tokens_R[rows], count), widen(h_RF[rows])
+        act = activate_wide(h, activation)
+        dact = widen(product("nn", dy, down_EDF[e]))  # before the router's weight
+        dweights_R[rows] = (act * dact).sum(-1)
+        ddown_EDF[e] = product("tn", dy, act.mul_(weights_R[rows]).to(x.dtype))
+        dh = activate_backward(h, dact.mul_(weights_R[rows]), activation).to(x.dtype)
+        dup_EFD[e] = product("tn", dh, x)
+        dx_RD[rows] = product("nn", dh, up_EFD[e])
+    return _combine(dx_RD, route.slots_TK), dweights_R[route.slots_TK], dup_EFD, ddown_EDF
+
+
+@_experts_op.register_fake
+def _(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x_TD), x_TD.new_empty(_bound(ids_TK, up_EFD.shape[0]), up_EFD.shape[1])
+
+
+@_experts_backward_op.register_fake
+def _(dy_TD: Tensor, h_RF: Tensor, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor,
+      activation: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return torch.empty_like(x_TD), torch.empty_like(weights_TK), torch.empty_like(up_EFD), torch.empty_like(down_EDF)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.activation = inputs
+    ctx.save_for_backward(output[1], *tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dy_TD: Tensor, dh_RF: None) -> tuple[Tensor | None, ...]:
+    dx, dweights, dup, ddown = _experts_backward_op(dy_TD.contiguous(), *ctx.saved_tensors, ctx.activation)
+    return dx, None, dweights, dup, ddown, None
+
+
+_experts_op.register_autograd(_backward, setup_context=_save)
+
+
+def _experts_cpu(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor, activation: str) -> Tensor:
+    return _experts_op(x_TD.contiguous(), ids_TK, weights_TK, up_EFD.contiguous(), down_EDF.contiguous(), activation)[0]
+
+
+IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, str], Tensor]] = {
+    "reference": experts_reference, "cpu": _experts_cpu, "grouped_mm": _experts_grouped_mm}

@@ -1,0 +1,90 @@
+"""Mixture-of-experts layer: a router in fp32, routed experts, and a shared expert that sees every token."""
+
+import torch
+from torch import Tensor
+
+from configs.schema import DecoderConfig
+from kernels.activation import expansion, widen
+from kernels.experts import experts
+from model import mlp
+from model.context import Context
+from model.norm import rms_norm
+from model.params import P, Tree
+from parallel import expert
+
+
+def spec(cfg: DecoderConfig) -> Tree:
+    """norm, router, experts, and shared where the model has a shared expert.
+
+    The router's axis has a name of its own: every rank scores all experts, also where the experts themselves are split.
+    """
+    width = expansion(cfg.activation) * cfg.moe_ffn
+    tree = {
+        "norm": P((cfg.d_model,), ("embed",), "ones"),
+        "router": {
+            "weight": P((cfg.n_experts, cfg.d_model), ("scores", "embed"), std=cfg.init_std),
+            "bias": P((cfg.n_experts,), ("scores",), "zeros", kind="buffer"),  # score correction
+        },
+        "experts": {
+            "up": P((cfg.n_experts, width, cfg.d_model), ("experts", "ffn", "embed"), std=cfg.init_std),
+            "down": P((cfg.n_experts, cfg.d_model, cfg.moe_ffn), ("experts", "embed", "ffn"), std=cfg.init_std),
+        },
+    }
+    return tree | {"shared": mlp.products(cfg, cfg.shared_ffn)} if cfg.shared_ffn else tree
+
+
+def forward(w: Tree, x_TD: Tensor, ctx: Context) -> tuple[Tensor, dict[str, Tensor]]:
+    """x + routed experts(norm(x)) + shared expert(norm(x)), and "expert_load": how many real tokens chose each expert [E].
+
+    With ctx.ep_group, w["experts"] holds this rank's part of the experts.
+    """
+    cfg = ctx.decoder
+    h_TD = rms_norm(x_TD, w["norm"], cfg.norm_eps)
+    ids_TK, weights_TK = route(w["router"], h_TD, cfg)
+    real_T = ctx.segments_T < ctx.cu_seqlens_U1.shape[0] - 1
+    ids_TK = torch.where(real_T[:, None], ids_TK, cfg.n_experts)  # padding computes nothing
+    y_TD = x_TD + _routed(w["experts"], h_TD, ids_TK, weights_TK, ctx)
+    if cfg.shared_ffn:
+        y_TD = y_TD + mlp.apply(w["shared"], h_TD, cfg.activation)
+    numbers_E = torch.arange(cfg.n_experts, device=ids_TK.device)
+    return y_TD, {"expert_load": (ids_TK[..., None] == numbers_E).sum((0, 1))}
+
+
+def _routed(w: Tree, h_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, ctx: Context) -> Tensor:
+    if ctx.ep_group is None:
+        return experts(h_TD, ids_TK, weights_TK, w["up"], w["down"], activation=ctx.decoder.activation)
+    dispatched = expert.dispatch(h_TD, ids_TK, weights_TK, w["up"].shape[0], ctx.ep_group)  # tokens of all ranks of the group
+    return expert.combine(experts(*dispatched, w["up"], w["down"], activation=ctx.decoder.activation), ctx.ep_group)
+
+
+def route(w: Tree, h_TD: Tensor, cfg: DecoderConfig) -> tuple[Tensor, Tensor]:
+    """The experts of each token and their weights, in fp32. [T, K], [T, K]
+
+    The score correction (DeepSeek-V3's loss-free balancing) moves the choice alone; the weights are the scores as they are.
+    """
+    logits_TE = torch.nn.functional.linear(widen(h_TD), widen(w["weight"]))
+    scores_TE = logits_TE.sigmoid() if cfg.router == "sigmoid" else logits_TE.softmax(-1)
+    with torch.no_grad():
+        ids_TK = torch.topk(_within_groups(scores_TE + w["bias"], cfg), cfg.top_k, sorted=False).indices
+    weights_TK = scores_TE.gather(1, ids_TK)
+    if cfg.norm_topk:
+        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+    return ids_TK, weights_TK * cfg.routed_scaling
+
+
+def _within_groups(choice_TE: Tensor, cfg: DecoderConfig) -> Tensor:
+    """The scores to choose by, -inf outside the `topk_group` groups whose two best experts have the largest sum."""
+    if cfg.n_group == 1:
+        return choice_TE
+    choice_TGE = choice_TE.unflatten(1, (cfg.n_group, -1))
+    groups = torch.topk(choice_TGE.topk(2).values.sum(-1), cfg.topk_group, sorted=False).indices
+    chosen_TG = (groups[..., None] == torch.arange(cfg.n_group, device=groups.device)).any(1)
+    return choice_TGE.masked_fill(~chosen_TG[..., None], float("-inf")).flatten(1)
+
+
+def update(buffers: dict[str, Tensor], stats: dict[str, Tensor], cfg: DecoderConfig) -> dict[str, Tensor]:
+    """Loss-free balancing: the score correction of experts with less than the mean load rises, of those with more it falls."""
+    if cfg.bias_update_rate == 0:
+        return buffers
+    load_E = stats["expert_load"].float()
+    return {"router.bias": buffers["router.bias"] + cfg.bias_update_rate * torch.sign(load_E.mean() - load_E)}
