@@ -20,11 +20,13 @@ from data.errors import DataError
 from data.loader import decoding_batches, file_batch
 from data.sources import validation_names
 from data.tokenizer import load_tokenizer
+from model import speech_lm
 from parallel.mesh import Mesh, make_mesh, start_processes
 from parallel.validate import Environment, validate
 from training import checkpoint, config, launch
 from training.evaluation import Transcript, transcribe, word_error_rate
-from training.step import init_state, make_engine
+from training.state import init_state
+from training.step import make_engine
 
 
 def options(arguments: list[str]) -> EvaluateConfig:
@@ -94,7 +96,7 @@ def main(arguments: list[str]) -> None:
     with launch.reporting():
         start_processes(device)
         mesh = make_mesh(cfg.parallel, device)
-        state, _ = checkpoint.load(path, init_state(cfg, mesh), mesh)
+        state, _ = checkpoint.load(path, init_state(speech_lm.spec(cfg), cfg.seed, mesh), mesh)
         engine, results = make_engine(cfg, mesh), []
         for name, batches in work(cfg, asked, mesh):
             found = transcribe(cfg, mesh, engine, state, batches, tokenizer)

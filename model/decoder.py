@@ -4,11 +4,11 @@ from collections.abc import Callable
 from types import ModuleType
 
 import torch
+from kernels.linear_cross_entropy import linear_cross_entropy
 from torch import Tensor
 
 from configs.schema import DecoderConfig
 from kernels.linear import linear
-from kernels.linear_cross_entropy import linear_cross_entropy
 from model import attention, mamba, mlp, moe
 from model.context import Context
 from model.norm import rms_norm
@@ -43,17 +43,18 @@ def embed_text(w: Tree, tokens_T: Tensor, ctx: Context) -> Tensor:
     return torch.nn.functional.embedding(tokens_T, w["weight"])
 
 
-def _table(w: Tree) -> Tensor:
-    return w["head"]["weight"] if "weight" in w["head"] else w["embedding"]["weight"]
+def _output(w: Tree) -> tuple[Tensor, Tensor]:
+    """Final norm and output matrix: of the head alone, or of {head, embedding} where they share the matrix."""
+    return (w["norm"], w["weight"]) if "norm" in w else (w["head"]["norm"], w["embedding"]["weight"])
 
 
 def loss(w: Tree, x_TD: Tensor, labels_T: Tensor, ctx: Context) -> Tensor:
-    """Sum of the cross-entropy over all labels that are not -100. `w` holds head, and embedding if it is tied."""
-    x_TD = rms_norm(x_TD, w["head"]["norm"], ctx.decoder.norm_eps)
-    return linear_cross_entropy(x_TD, _table(w), labels_T)[0]
+    """Sum of the cross-entropy over all labels that are not -100."""
+    norm, table = _output(w)
+    return linear_cross_entropy(rms_norm(x_TD, norm, ctx.decoder.norm_eps), table, labels_T)[0]
 
 
 def logits(w: Tree, x_TD: Tensor, slots_U: Tensor, ctx: Context) -> Tensor:
     """fp32 next-token logits after the given slots. [U, V]"""
-    x_UD = rms_norm(x_TD[slots_U], w["head"]["norm"], ctx.decoder.norm_eps)
-    return linear(x_UD, _table(w)).float()
+    norm, table = _output(w)
+    return linear(rms_norm(x_TD[slots_U], norm, ctx.decoder.norm_eps), table).float()

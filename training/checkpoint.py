@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from parallel.mesh import Mesh
-from training.step import State
+from training.state import State
 
 FREE_SPACE_FACTOR = 1.05  # of the estimated size, that must be free before writing
 

@@ -16,7 +16,8 @@ from parallel import sharding
 from parallel.mesh import Mesh
 from training.decode import greedy
 from training.engine import Engine, Pass
-from training.step import Batch, State, all_reduce_together, make_context, to_device
+from training.state import State
+from training.step import Batch, all_reduce_together, make_context, to_device
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,13 @@ from configs.schema import Config
 from data.loader import decoding_batches, empty_batch, make_loader, validation_batches
 from data.sources import validation_names
 from data.tokenizer import Tokenizer
+from model import speech_lm
 from parallel import sharding
 from parallel.mesh import Mesh
 from training import checkpoint, evaluation, optimizer
 from training.config import to_dict
-from training.step import State, init_state, make_engine, make_step, row_loss, to_device
+from training.state import State, init_state
+from training.step import make_engine, make_step, row_loss, to_device
 from training.telemetry import Meter, Telemetry, compilations, expert_load, to_floats
 
 WARM_UP_STEPS = 10  # steps after which nothing may compile any more
@@ -71,14 +73,14 @@ class Run:
 
     def __init__(self, cfg: Config, mesh: Mesh, tokenizer: Tokenizer, open_telemetry: Callable[[int], Telemetry]):
         self.cfg, self.mesh, self.tokenizer, self.run_dir = cfg, mesh, tokenizer, Path(cfg.run_dir)
-        self.state, self.position, notes = resume(cfg, init_state(cfg, mesh), mesh)
+        self.state, self.position, notes = resume(cfg, init_state(speech_lm.spec(cfg), cfg.seed, mesh), mesh)
         self.telemetry = open_telemetry(self.state.step)
         for note in notes:
             self.telemetry.note(note)
         self.loader = make_loader(cfg.data, cfg.seed, mesh.rank, mesh.dp, self.position, cfg.train.accumulate)
         self.engine = make_engine(cfg, mesh)
         self.step = make_step(cfg, mesh, self.engine)
-        self.interruption, self.meter, self.outcome = Interruption(), Meter(), Outcome()
+        self.interruption, self.outcome = Interruption(), Outcome()
         self.best = checkpoint.best(self.run_dir)
         self.saved_step = self.state.step
 
@@ -88,6 +90,7 @@ class Run:
         self.warm_up()
         if cfg.decode_at_start and self.state.step == 0:
             self.decode()
+        self.meter = Meter()
         warm_after, compiled, recent = min(self.state.step + WARM_UP_STEPS, cfg.steps), 0, []
         while self.state.step < cfg.steps and not self.outcome.interrupted:
             metrics = self.advance()

@@ -1,7 +1,7 @@
 """One training step: (state, micro-batches) -> (state, metrics)."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,20 +15,10 @@ from parallel import sharding
 from parallel.mesh import Mesh
 from training import optimizer
 from training.engine import Engine, Pass
+from training.state import State
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 Batch = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class State:
-    """Everything that a step changes, by dotted path: DTensors in fp32 (parameters and AdamW's moments) and plain buffers."""
-
-    step: int  # updates done
-    params: dict[str, Any]
-    buffers: dict[str, Tensor]
-    first: dict[str, Any]
-    second: dict[str, Any]
 
 
 class Gradients(NamedTuple):
@@ -37,14 +27,6 @@ class Gradients(NamedTuple):
     grads: dict[str, Tensor]
     sums: dict[str, Tensor]  # losses and what the layers count
     counts: dict[str, Tensor]  # supervised tokens
-
-
-def init_state(cfg: Config, mesh: Mesh) -> State:
-    """Freshly drawn parameters and zero moments, sharded."""
-    spec = speech_lm.spec(cfg)
-    weights, buffers = params.split_kinds(spec, sharding.init_sharded(spec, cfg.seed, mesh))
-    zeros = [{name: torch.zeros_like(w) for name, w in weights.items()} for _ in range(2)]
-    return State(0, weights, buffers, *zeros)
 
 
 def make_context(cfg: Config, batch: Batch, mesh: Mesh, training: bool) -> Context:

@@ -19,7 +19,8 @@ from parallel import gather, sharding
 from parallel.mesh import Mesh, make_mesh, start_processes
 from tests.dist.gather_worker import LiveMeter
 from training import config
-from training.step import Batch, init_state, make_engine, make_gradients, make_step
+from training.state import init_state
+from training.step import Batch, make_engine, make_gradients, make_step
 
 STEPS, ROWS = 10, 2
 
@@ -72,7 +73,7 @@ def main() -> None:
     cfg, _ = config.load([f"+experiment={experiment}", f"train.steps={STEPS}", "optimizer.warmup_steps=2", *overrides])
     mesh = make_mesh(cfg.parallel, torch.device("cpu"))
     spec = dict(params.named_leaves(speech_lm.spec(cfg)))
-    state = init_state(cfg, mesh)
+    state = init_state(speech_lm.spec(cfg), cfg.seed, mesh)
     start = whole(spec, state.params, mesh)
     engine = make_engine(cfg, mesh)
     gradients, step = make_gradients(cfg, mesh, engine), make_step(cfg, mesh, engine)

@@ -1,0 +1,62 @@
+"""Under torchrun: save a state whose parameters leave some ranks without a part, or load it and say how it differs.
+
+usage: checkpoint_worker save|load RUN_DIR
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from configs.schema import ParallelConfig
+from model import params
+from model.params import P
+from parallel import sharding
+from parallel.mesh import Mesh, make_mesh, start_processes
+from training import checkpoint
+from training.state import State
+
+SPEC = {
+    "one": P((1,), ("heads",)),
+    "three": P((3, 2), ("embed", "ffn")),
+    "five": P((2, 5), ("ffn", "embed")),
+    "eight": P((8, 128), ("embed", "ffn")),
+    "experts": P((4, 3, 7), ("experts", "ffn", "embed")),
+    "mean": P((6,), ("embed",), kind="buffer"),
+}
+
+
+def state(seed: int, step: int, mesh: Mesh) -> State:
+    """Parameters, moments and a buffer that are different numbers everywhere."""
+    groups = [params.split_kinds(SPEC, sharding.init_sharded(SPEC, seed + i, mesh)) for i in range(3)]
+    return State(step, groups[0][0], groups[0][1], groups[1][0], groups[2][0])
+
+
+def whole(s: State) -> dict[str, torch.Tensor]:
+    sharded = {f"{group}.{n}": t.full_tensor() for group in ("params", "first", "second") for n, t in getattr(s, group).items()}
+    return sharded | {f"buffers.{n}": t for n, t in s.buffers.items()}
+
+
+def main() -> None:
+    mode, run_dir = sys.argv[1], Path(sys.argv[2])
+    start_processes(torch.device("cpu"))
+    world = dist.get_world_size()
+    mesh = make_mesh(ParallelConfig(ep=2 if world % 2 == 0 else 1), torch.device("cpu"))
+    saved, result = state(0, 7, mesh), {}
+    if mode == "save":
+        checkpoint.save(run_dir, saved, {"position": mesh.rank}, mesh, 2, {"seed": 0})
+    else:
+        path = checkpoint.newest(run_dir)
+        assert path is not None
+        loaded, meta = checkpoint.load(path, state(50, 0, mesh), mesh)
+        expected = whole(saved)
+        result = {"step": loaded.step, "meta": meta, "different": [n for n, t in whole(loaded).items() if not torch.equal(t, expected[n])]}
+    if mesh.rank == 0:
+        print(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

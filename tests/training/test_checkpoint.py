@@ -1,0 +1,94 @@
+"""What a folder holds after saving, after a crash in the middle, on a full disk."""
+
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+
+from configs.schema import ParallelConfig
+from model.params import P
+from parallel import sharding
+from parallel.mesh import Mesh, make_mesh, start_processes
+from training import checkpoint
+from training.state import State
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Mesh:
+    start_processes(torch.device("cpu"))
+    return make_mesh(ParallelConfig(), torch.device("cpu"))
+
+
+def state(step: int, mesh: Mesh, value: float = 1.0) -> State:
+    p = P((2, 3), ("ffn", "embed"))
+    weight = {"w": sharding.shard(p, torch.full((2, 3), value), mesh)}
+    return State(step, weight, {"b": torch.full((2,), value)}, {"w": torch.zeros_like(weight["w"])}, {"w": torch.ones_like(weight["w"])})
+
+
+def names(run_dir: Path) -> list[str]:
+    return sorted(p.name for p in (run_dir / "checkpoints").iterdir())
+
+
+def save(run_dir: Path, step: int, mesh: Mesh, keep: int = 2, value: float = 1.0) -> Path:
+    return checkpoint.save(run_dir, state(step, mesh, value), {"position": step}, mesh, keep, {})
+
+
+def test_round_trip(tmp_path: Path, mesh: Mesh) -> None:
+    path = save(tmp_path, 5, mesh, value=3.25)
+    loaded, meta = checkpoint.load(path, state(0, mesh, 0.0), mesh)
+    assert loaded.step == 5
+    assert meta["data"] == [{"position": 5}]
+    assert torch.equal(loaded.params["w"].full_tensor(), torch.full((2, 3), 3.25))
+    assert torch.equal(loaded.buffers["b"], torch.full((2,), 3.25))
+    assert torch.equal(loaded.second["w"].full_tensor(), torch.ones(2, 3))
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path: Path, mesh: Mesh) -> None:
+    for step in (1, 2, 3, 4):
+        path = save(tmp_path, step, mesh)
+        if step == 2:
+            checkpoint.mark_best(tmp_path, path, 0.5, mesh)
+    assert names(tmp_path) == ["best.json", "step_00000002", "step_00000003", "step_00000004"]
+    assert checkpoint.newest(tmp_path) == tmp_path / "checkpoints" / "step_00000004"
+    assert checkpoint.best(tmp_path) == (tmp_path / "checkpoints" / "step_00000002", 0.5)
+
+
+def test_one_kept_is_never_none(tmp_path: Path, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """keep=1: the old one goes only when the new one is complete."""
+    save(tmp_path, 1, mesh, keep=1)
+    monkeypatch.setattr(checkpoint.dcp, "save", lambda *a, **k: (_ for _ in ()).throw(RuntimeError("killed")))
+    with pytest.raises(RuntimeError, match="killed"):
+        save(tmp_path, 2, mesh, keep=1)
+    assert checkpoint.newest(tmp_path) == tmp_path / "checkpoints" / "step_00000001"
+    monkeypatch.undo()
+    save(tmp_path, 2, mesh, keep=1)
+    assert names(tmp_path) == ["step_00000002"]
+
+
+def test_a_full_disk_is_noticed_before_writing(tmp_path: Path, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1, mesh)
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 99, 1))
+    with pytest.raises(checkpoint.CheckpointError, match=r"needs .* GiB and .* has .* GiB free; the older checkpoints are untouched"):
+        save(tmp_path, 2, mesh)
+    assert names(tmp_path) == ["step_00000001"]
+
+
+def test_a_run_dir_that_is_a_file(tmp_path: Path, mesh: Mesh) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(checkpoint.CheckpointError, match="run"):
+        save(tmp_path / "run", 1, mesh)
+
+
+@pytest.mark.parametrize("content", [None, "{", ""])
+def test_an_incomplete_checkpoint_is_refused(tmp_path: Path, mesh: Mesh, content: str | None) -> None:
+    path = tmp_path / "checkpoints" / "step_00000009"
+    path.mkdir(parents=True)
+    if content is not None:
+        (path / "meta.json").write_text(content)
+    with pytest.raises(checkpoint.CheckpointError, match=r"step_00000009 is not a complete checkpoint .*train.resume"):
+        checkpoint.load(path, state(0, mesh), mesh)
+    if content is None:
+        assert checkpoint.newest(tmp_path) is None

@@ -1,0 +1,30 @@
+"""What a training step changes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model import params
+from model.params import Tree
+from parallel import sharding
+from parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything that a step changes, by dotted path: DTensors in fp32 (parameters and AdamW's moments) and plain buffers."""
+
+    step: int  # updates done
+    params: dict[str, Any]
+    buffers: dict[str, Tensor]
+    first: dict[str, Any]
+    second: dict[str, Any]
+
+
+def init_state(spec: Tree, seed: int, mesh: Mesh) -> State:
+    """Freshly drawn parameters and zero moments, sharded."""
+    weights, buffers = params.split_kinds(spec, sharding.init_sharded(spec, seed, mesh))
+    zeros = [{name: torch.zeros_like(w) for name, w in weights.items()} for _ in range(2)]
+    return State(0, weights, buffers, *zeros)
