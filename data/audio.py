@@ -116,8 +116,9 @@ def _name(utterance: Utterance) -> str:
         return str(utterance.audio.path)
     tracks = getattr(utterance.audio, "tracks", None)
     cuts = [track.cut for track in tracks] if tracks else [utterance.audio]
-    sources = [source.source for cut in cuts if getattr(cut, "recording", None) for source in cut.recording.sources if source.type != "memory"]
-    return ", ".join(sources) or f"cut {utterance.audio.id}"
+    recordings = [cut.recording for cut in cuts if getattr(cut, "recording", None)]
+    files = [source.source for recording in recordings for source in recording.sources if source.type == "file"]
+    return ", ".join(files) or f"cut {utterance.audio.id}"
 
 
 def _reason(path: Path, error: Exception) -> str:

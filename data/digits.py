@@ -19,16 +19,19 @@ from lhotse import AudioSource, MonoCut, Recording, SupervisionSegment
 from lhotse.cut import Cut
 
 from data.audio import resample
+from data.errors import DataError
 
 SAMPLE_RATE = 16000
 SPEECH = Path(__file__).parent / "speech"
-WORDS = ("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen "
-         "twenty thirty forty fifty sixty seventy eighty ninety").split()
+WORDS = [
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen",
+    "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety",
+]
 SPEEDS = ((9, 10), (1, 1), (11, 10))  # exact ratios, for resampling
 MAX_PAUSE_SAMPLES = 4000  # 0.25 s, besides the silence at the ends of each recording
 GAIN_DB = (-6.0, 3.0)
 _TRAIN, _HELD_OUT = 0, 1  # streams of random numbers
-_HELD_OUT_SEED = 0  # validation is the same whatever the run's seed
+_HELD_OUT_SEED = 0
 
 
 @dataclass(frozen=True)
@@ -52,18 +55,24 @@ def is_held_out(text: str, min_words: int) -> bool:
 
 def train_string(seed: int, index: int, min_words: int, max_words: int, held_out_words: int) -> DigitString:
     """Training string number `index` of min_words to max_words words; held-out strings have at least `held_out_words`."""
-    return _draw(np.random.default_rng((seed, _TRAIN, index)), min_words, max_words, held_out_words, held_out=False)
+    rng = np.random.default_rng((seed, _TRAIN, index))
+    while True:
+        string = _draw(rng, min_words, max_words)
+        if not is_held_out(string.text, held_out_words):
+            return string
 
 
 def held_out_strings(count: int, min_words: int, max_words: int) -> list[DigitString]:
-    """`count` different held-out strings."""
+    """`count` different held-out strings, the same whatever the run's seed."""
     strings: dict[str, DigitString] = {}
-    index = 0
-    while len(strings) < count:
-        string = _draw(np.random.default_rng((_HELD_OUT_SEED, _HELD_OUT, index)), min_words, max_words, min_words, held_out=True)
-        strings.setdefault(string.text, string)
-        index += 1
-    return list(strings.values())
+    for index in range(100 * count):  # ten times what it takes where strings are many
+        string = _draw(np.random.default_rng((_HELD_OUT_SEED, _HELD_OUT, index)), min_words, max_words)
+        if is_held_out(string.text, min_words):
+            strings.setdefault(string.text, string)
+        if len(strings) == count:
+            return list(strings.values())
+    raise DataError(f"data.validation_utterances is {count}, but only {len(strings)} held-out strings of {min_words} to {max_words} words "
+                    "were found; lower it, or raise data.max_words")
 
 
 def curriculum(step: int, steps: int, min_words: int, max_words: int) -> tuple[int, int]:
@@ -72,12 +81,9 @@ def curriculum(step: int, steps: int, min_words: int, max_words: int) -> tuple[i
     return min(min_words, most), most
 
 
-def _draw(rng: np.random.Generator, min_words: int, max_words: int, held_out_words: int, held_out: bool) -> DigitString:
-    while True:
-        count = int(rng.integers(min_words, max_words + 1))
-        words = tuple(WORDS[i] for i in rng.integers(len(WORDS), size=count))
-        if is_held_out(" ".join(words), held_out_words) == held_out:
-            break
+def _draw(rng: np.random.Generator, min_words: int, max_words: int) -> DigitString:
+    count = int(rng.integers(min_words, max_words + 1))
+    words = tuple(WORDS[i] for i in rng.integers(len(WORDS), size=count))
     speeds = rng.integers(len(SPEEDS), size=count)
     pauses = rng.integers(MAX_PAUSE_SAMPLES + 1, size=count - 1)
     return DigitString(words, tuple(speeds.tolist()), tuple(pauses.tolist()), float(10 ** (rng.uniform(*GAIN_DB) / 20)))

@@ -17,3 +17,10 @@ class UtteranceError(DataError):
 
 
 REASONS = ("bad_audio", "bad_text", "too_long")
+
+
+def settle(error: UtteranceError, policy: str) -> UtteranceError:
+    """Ends the run under the policy fail; under skip returns the error, to be counted."""
+    if policy == "fail":
+        raise DataError(f"{error}; repair it, or leave such utterances out with data.on_{error.reason}=skip") from error
+    return error

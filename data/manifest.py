@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lhotse.serialization import deserialize_item
 
-from data.errors import DataError, UtteranceError
+from data.errors import DataError, UtteranceError, settle
 from data.tokenizer import clean_text
 
 _CUT_KEYS = {"recording", "supervisions", "tracks", "features"}  # at least one is in every Lhotse cut
@@ -76,8 +77,10 @@ def read_manifest(path: str | Path, on_bad_text: str = "fail") -> Manifest:
         stop = start + len(text)
         if text.strip():
             utterance = _parse(text, path, line, frozenset())
-            if on_bad_text == "fail":
+            try:
                 transcript(utterance)
+            except UtteranceError as error:
+                settle(error, on_bad_text)
             (repeated if utterance.id in seen else seen).add(utterance.id)
             places.append((line, start, stop))
         start = stop
@@ -141,8 +144,6 @@ def _seconds(entry: dict[str, Any], key: str, where: str) -> float:
 
 
 def _parse_cut(entry: dict[str, Any], where: str) -> Utterance:
-    from lhotse.serialization import deserialize_item  # seconds to import, and only manifests of cuts need it
-
     try:
         cut = deserialize_item(entry)
         parts = sorted(cut.supervisions, key=lambda supervision: supervision.start)

@@ -163,11 +163,11 @@ def _token_fields(utterances: Sequence[Example], frames: np.ndarray, starts: np.
         ids=[[*u.prompt, *u.answer, *u.end] for u in utterances],
         supervised=[[False] * len(u.prompt) + [True] * (len(u.answer) + len(u.end)) for u in utterances],
         audio_frames=frames[:, None].tolist(), frame_starts=starts[:, None].tolist(), names=[u.id for u in utterances])
-    return dict(
-        tokens_T=_extend(row.tokens_T, size.tokens, 0), labels_T=_extend(row.labels_T, size.tokens, IGNORE),
-        frames_T=_extend(row.frames_T, size.tokens, -1), segments_T=_extend(row.segments_T, size.tokens, size.utterances),
-        positions_T=_extend(row.positions_T, size.tokens, 0),
-        cu_seqlens_U1=_extend(row.cu_seqlens_U1, size.utterances + 1, int(row.cu_seqlens_U1[-1])))
+    return {
+        "tokens_T": _extend(row.tokens_T, size.tokens, 0), "labels_T": _extend(row.labels_T, size.tokens, IGNORE),
+        "frames_T": _extend(row.frames_T, size.tokens, -1), "segments_T": _extend(row.segments_T, size.tokens, size.utterances),
+        "positions_T": _extend(row.positions_T, size.tokens, 0),
+        "cu_seqlens_U1": _extend(row.cu_seqlens_U1, size.utterances + 1, int(row.cu_seqlens_U1[-1]))}
 
 
 def _audio_fields(utterances: Sequence[Example], samples: np.ndarray, slots: np.ndarray, starts: np.ndarray,
@@ -177,10 +177,10 @@ def _audio_fields(utterances: Sequence[Example], samples: np.ndarray, slots: np.
         audio_S[start : start + len(utterance.samples)] = utterance.samples
     places = np.append(slots, size.audio_frames - slots.sum())  # what is beyond the last slot belongs to segment U
     owners = np.append(np.arange(len(slots)), size.utterances)
-    return dict(
-        audio_S=audio_S, audio_starts_U=_extend(starts, size.utterances, 0), audio_samples_U=_extend(samples, size.utterances, 0),
-        audio_lengths_U=_extend(encoder_frames(samples), size.utterances, 0), audio_segments_A=np.repeat(owners, places),
-        audio_positions_A=np.concatenate([np.arange(place) for place in places]))
+    return {
+        "audio_S": audio_S, "audio_starts_U": _extend(starts, size.utterances, 0), "audio_samples_U": _extend(samples, size.utterances, 0),
+        "audio_lengths_U": _extend(encoder_frames(samples), size.utterances, 0), "audio_segments_A": np.repeat(owners, places),
+        "audio_positions_A": np.concatenate([np.arange(place) for place in places])}
 
 
 def _ctc_fields(utterances: Sequence[Example], size: RowSize) -> dict[str, np.ndarray]:
@@ -188,4 +188,4 @@ def _ctc_fields(utterances: Sequence[Example], size: RowSize) -> dict[str, np.nd
     for u, utterance in enumerate(utterances):
         labels_UL[u, : len(utterance.answer)] = utterance.answer
     lengths = np.array([len(utterance.answer) for utterance in utterances], dtype=np.int64)
-    return dict(ctc_labels_UL=labels_UL, ctc_lengths_U=_extend(lengths, size.utterances, 0))
+    return {"ctc_labels_UL": labels_UL, "ctc_lengths_U": _extend(lengths, size.utterances, 0)}

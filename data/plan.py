@@ -6,8 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from configs.schema import DataConfig, RowSize
-from data.errors import DataError, UtteranceError
+from data.errors import UtteranceError, settle
+from data.manifest import Utterance
 from data.packing import Load
 from data.sources import Item, Source, indices
 
@@ -33,14 +36,6 @@ class Share:
     world: int
 
 
-def settle(error: UtteranceError, cfg: DataConfig) -> UtteranceError:
-    """Applies the policy of the error's reason: raises it, or returns it to be counted."""
-    key = f"on_{error.reason}"
-    if getattr(cfg, key) == "fail":
-        raise DataError(f"{error}; repair it, or leave such utterances out with data.{key}=skip") from error
-    return error
-
-
 def digit_plans(source: Source, rows: Sequence[RowSize], share: Share, state: State, batches_per_step: int) -> Iterator[Plan]:
     """Endless batches of consecutive strings. State: epoch (always 0), index of the next string, number of the next batch."""
     index, batch = state.get("index", 0), state.get("batch", 0)
@@ -49,7 +44,7 @@ def digit_plans(source: Source, rows: Sequence[RowSize], share: Share, state: St
         window = [source.item((index + i) * share.world + share.rank, step) for i in range(rows[-1].utterances)]
         taken, row = take([item.load for item in window], rows, in_order=True)
         index, batch = index + len(taken), batch + 1
-        yield Plan(tuple(window[:len(taken)]), row, (), dict(epoch=0, index=index, batch=batch))
+        yield Plan(tuple(window[:len(taken)]), row, (), {"epoch": 0, "index": index, "batch": batch})
 
 
 def manifest_plans(source: Source, rows: Sequence[RowSize], share: Share, state: State, cfg: DataConfig) -> Iterator[Plan]:
@@ -64,7 +59,7 @@ def manifest_plans(source: Source, rows: Sequence[RowSize], share: Share, state:
         epoch, position, pending = epoch + 1, 0, []
 
 
-def _epoch_plans(source: Source, order: Sequence[int], rows: Sequence[RowSize], cfg: DataConfig, epoch: int, position: int,
+def _epoch_plans(source: Source, order: Sequence[int] | np.ndarray, rows: Sequence[RowSize], cfg: DataConfig, epoch: int, position: int,
                  pending: list[int]) -> Iterator[Plan]:
     window = [(place, source.item(int(order[place]))) for place in pending]
     dropped: list[UtteranceError] = []
@@ -73,22 +68,20 @@ def _epoch_plans(source: Source, order: Sequence[int], rows: Sequence[RowSize], 
             try:
                 window.append((position, _fitting(source.item(int(order[position])), rows[-1])))
             except UtteranceError as error:
-                dropped.append(settle(error, cfg))
+                dropped.append(settle(error, getattr(cfg, f"on_{error.reason}")))
             position += 1
         taken, row = take([item.load for _, item in window], rows)
         items = tuple(window[i][1] for i in taken)
         window = [entry for i, entry in enumerate(window) if i not in set(taken)]
-        yield Plan(items, row, tuple(dropped), dict(epoch=epoch, position=position, pending=[place for place, _ in window]))
+        yield Plan(items, row, tuple(dropped), {"epoch": epoch, "position": position, "pending": [place for place, _ in window]})
         dropped = []
 
 
-def finite_plans(source: Source, rows: Sequence[RowSize], cfg: DataConfig, answers: bool, rank: int, world: int) -> list[Plan]:
+def finite_plans(source: Source, rows: Sequence[RowSize], cfg: DataConfig, rank: int, world: int) -> list[Plan]:
     """Plans of one pass in order for one rank: each utterance once over all ranks, the same number and the largest size of row on each."""
     plans = list(_epoch_plans(source, range(len(source)), rows[-1:], cfg, 0, 0, []))
     plans += [Plan((), rows[-1], (), {})] * (-len(plans) % world)
-    if answers:
-        return plans[rank::world]
-    return [Plan(tuple(item.without_answer() for item in plan.items), plan.row, plan.dropped, plan.state) for plan in plans[rank::world]]
+    return plans[rank::world]
 
 
 def take(loads: Sequence[Load], rows: Sequence[RowSize], in_order: bool = False) -> tuple[list[int], RowSize]:
@@ -107,8 +100,8 @@ def take(loads: Sequence[Load], rows: Sequence[RowSize], in_order: bool = False)
 
 
 def _fitting(item: Item, largest: RowSize) -> Item:
-    if excess := item.load.excess(largest):
-        utterance = item.audio
-        message = f"does not fit the largest of data.rows ({excess}; audio of {utterance.duration_sec:.1f} s)"
-        raise utterance.fault("too_long", message)
+    excess = item.load.excess(largest)
+    if excess and isinstance(item.audio, Utterance):
+        raise item.audio.fault("too_long", f"{item.audio.duration_sec:.1f} s of audio and {len(item.answer)} tokens of text do not fit the "
+                                           f"largest of data.rows ({excess})")
     return item

@@ -1,21 +1,20 @@
 """Where utterances come from: a manifest, or the digit strings. An Item is all that planning needs; its audio is read by a worker."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
-from configs.schema import DataConfig, RowSize
+from configs.schema import DataConfig
 from data import digits
 from data.audio import count_samples, read_audio
 from data.errors import DataError, UtteranceError
 from data.manifest import Manifest, Utterance, read_manifest, transcript
 from data.packing import Example, Load, load_of
+from data.settings import check, given, row_sizes
 from data.tokenizer import Tokenizer, answer_ids, load_tokenizer, prompt_ids
 
-_CHOICES = dict(kind=("manifest", "digits"), channels=("mean", "first", "error"), on_bad_audio=("fail", "skip"),
-                on_bad_text=("fail", "skip"), on_too_long=("fail", "skip"))
+FREE_SLOT = (0,)  # what a slot holds before decoding writes it
 
 
 @dataclass(frozen=True)
@@ -30,10 +29,10 @@ class Item:
     load: Load
     audio: Utterance | digits.DigitString
 
-    def without_answer(self) -> "Item":
-        """The prompt alone, for decoding."""
-        load = replace(self.load, tokens=self.load.tokens - len(self.answer) - len(self.end), label_tokens=0)
-        return replace(self, answer=(), end=(), load=load)
+    def with_room(self, slots: int) -> "Item":
+        """The prompt followed by free slots, for decoding."""
+        load = replace(self.load, tokens=self.load.tokens - len(self.answer) - len(self.end) + slots, label_tokens=0)
+        return replace(self, answer=(), end=FREE_SLOT * slots, load=load)
 
 
 class Source(Protocol):
@@ -106,7 +105,7 @@ class DigitSource:
 
 @dataclass(frozen=True)
 class FixedSource:
-    """A list of items, for the held-out strings and for single files."""
+    """A list of items: the held-out strings."""
 
     items: tuple[Item, ...]
 
@@ -115,6 +114,20 @@ class FixedSource:
 
     def item(self, index: int, step: int = 0) -> Item:
         return self.items[index]
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """Another source's prompts with free slots for their answers."""
+
+    source: Source
+    room: int
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def item(self, index: int, step: int = 0) -> Item:
+        return self.source.item(index, step).with_room(self.room)
 
 
 def digit_item(name: str, string: digits.DigitString, written: Writer) -> Item:
@@ -141,6 +154,7 @@ def validation_source(cfg: DataConfig, name: str) -> ManifestSource | FixedSourc
     written = writer(cfg)
     if cfg.kind == "manifest":
         return ManifestSource(read_manifest(cfg.validation[name], cfg.on_bad_text), written, cfg.sample_rate)
+    _check_longest_string(cfg, written)
     strings = digits.held_out_strings(cfg.validation_utterances, cfg.min_words, cfg.max_words)
     return FixedSource(tuple(digit_item(f"held_out-{i}", string, written) for i, string in enumerate(strings)))
 
@@ -159,40 +173,6 @@ def example(item: Item, cfg: DataConfig) -> Example:
     return Example(item.id, item.prompt, item.answer, item.end, samples)
 
 
-def row_sizes(cfg: DataConfig) -> list[RowSize]:
-    """The allowed row sizes as plain integers, smallest first."""
-    names = [f.name for f in fields(RowSize)]
-    return [RowSize(**{name: int(getattr(row, name)) for name in names}) for row in cfg.rows]
-
-
-def given(cfg: DataConfig, key: str) -> Any:
-    """A mandatory value, or one sentence that says how to give it."""
-    try:
-        value = getattr(cfg, key)
-    except Exception as error:  # OmegaConf's own, for a missing value
-        raise DataError(f"data.{key} is not set; give it as data.{key}=VALUE") from error
-    if value == "???":
-        raise DataError(f"data.{key} is not set; give it as data.{key}=VALUE")
-    return value
-
-
-def check(cfg: DataConfig) -> None:
-    """Refuses values that no run can have."""
-    for key, allowed in _CHOICES.items():
-        if getattr(cfg, key) not in allowed:
-            raise DataError(f"data.{key} is {getattr(cfg, key)!r}; it can be {' or '.join(allowed)}")
-    rows = row_sizes(cfg)
-    if not rows:
-        raise DataError("data.rows is empty; give at least one row size")
-    for small, large in zip(rows, rows[1:], strict=False):
-        if any(value > getattr(large, key) for key, value in vars(small).items()):
-            raise DataError(f"data.rows: {small} is larger than {large} in some field; order them by size, each within the next")
-    if min(min(vars(row).values()) for row in rows) < 1:
-        raise DataError("data.rows: every size must be at least 1")
-    if not 1 <= cfg.min_words <= cfg.max_words:
-        raise DataError(f"data.min_words is {cfg.min_words} and data.max_words {cfg.max_words}; 1 <= min_words <= max_words")
-
-
 def _check_longest_string(cfg: DataConfig, written: Writer) -> None:
     samples = digits.longest_samples(cfg.max_words)
     tokens = max(len(answer_ids(" ".join([word] * cfg.max_words), written.tokenizer)) for word in digits.WORDS)
@@ -201,7 +181,7 @@ def _check_longest_string(cfg: DataConfig, written: Writer) -> None:
         raise DataError(f"data.rows: a string of data.max_words={cfg.max_words} words can exceed the largest row ({excess}); enlarge it")
 
 
-def indices(count: int, seed: int, epoch: int, rank: int, world: int, shuffle: bool) -> Sequence[int]:
+def indices(count: int, seed: int, epoch: int, rank: int, world: int, shuffle: bool) -> np.ndarray:
     """Utterances of one rank in one epoch, in order: every world-th of a permutation that all ranks share."""
     order = np.random.default_rng((seed, epoch)).permutation(count) if shuffle else np.arange(count)
     return order[rank::world]

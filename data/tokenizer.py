@@ -11,6 +11,7 @@ import tokenizers
 from configs.schema import DataConfig
 from data.errors import DataError, UtteranceError
 from data.packing import AUDIO
+from data.settings import given
 
 CHECKOUT = Path(__file__).parent.parent
 
@@ -40,9 +41,10 @@ class Tokenizer:
 
 def load_tokenizer(cfg: DataConfig) -> Tokenizer:
     """The tokenizer of the configuration; a relative path counts from the working directory, then from the checkout."""
-    path = next((p for p in (Path(cfg.tokenizer), CHECKOUT / cfg.tokenizer) if p.is_file()), None)
+    name = given(cfg, "tokenizer")
+    path = next((p for p in (Path(name), CHECKOUT / name) if p.is_file()), None)
     if path is None:
-        raise DataError(f"data.tokenizer: there is no file {cfg.tokenizer}; give the path of a tokenizer.json")
+        raise DataError(f"data.tokenizer: there is no file {name}; give the path of a tokenizer.json")
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
@@ -80,11 +82,8 @@ def answer_ids(text: str, tokenizer: Tokenizer) -> list[int]:
     for name in ("audio", "eos", "pad"):
         if getattr(tokenizer, f"{name}_id") in ids:
             raise UtteranceError("bad_text", f"text contains the {name} token")
-    unknown = getattr(tokenizer.backend.model, "unk_token", None)
-    if unknown is not None and tokenizer.backend.token_to_id(unknown) in ids:
-        encoding = tokenizer.backend.encode(text, add_special_tokens=False)
-        start, stop = encoding.offsets[encoding.tokens.index(unknown)]
-        raise UtteranceError("bad_text", f"text has {text[start:stop]!r}, which the tokenizer does not know")
+    if unknown := _unknown(text, tokenizer):
+        raise UtteranceError("bad_text", f"text has {unknown!r}, which the tokenizer does not know")
     return ids
 
 
@@ -94,4 +93,16 @@ def prompt_ids(prompt: str, tokenizer: Tokenizer) -> list[int]:
     if ids.count(tokenizer.audio_id) != 1:
         audio = tokenizer.backend.id_to_token(tokenizer.audio_id)
         raise DataError(f"data.prompt: {prompt!r} holds {audio} {ids.count(tokenizer.audio_id)} times; it must be there once")
+    if unknown := _unknown(prompt, tokenizer):
+        raise DataError(f"data.prompt: the tokenizer does not know {unknown!r}; use other words")
     return [AUDIO if index == tokenizer.audio_id else index for index in ids]
+
+
+def _unknown(text: str, tokenizer: Tokenizer) -> str:
+    """The first part of `text` that becomes the unknown token; empty if there is none."""
+    token = getattr(tokenizer.backend.model, "unk_token", None)
+    encoding = tokenizer.backend.encode(text, add_special_tokens=False)
+    if token is None or token not in encoding.tokens:
+        return ""
+    start, stop = encoding.offsets[encoding.tokens.index(token)]
+    return text[start:stop]

@@ -1,0 +1,248 @@
+import itertools
+import json
+
+import pytest
+import torch
+
+from configs.schema import RowSize
+from data.errors import DataError
+from data.loader import decoding_batches, empty_batch, file_batch, make_loader, validation_batches
+from data.packing import IGNORE, Load
+from data.plan import take
+from data.tokenizer import load_tokenizer
+from tests.data.files import RATE, config, digit_config, epochs, ids, noise, speech_manifest, write_audio
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory):
+    return speech_manifest(tmp_path_factory.mktemp("speech"), 40)
+
+
+def same(first, second):
+    assert first.keys() == second.keys()
+    for key, value in first.items():
+        assert torch.equal(value, second[key]) if torch.is_tensor(value) else value == second[key], key
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_utterance_once_an_epoch_over_all_ranks(manifest, world):
+    ranks = [epochs(make_loader(config(manifest), 5, rank, world), 3) for rank in range(world)]
+    for epoch in range(3):
+        delivered = [name for batches in ranks for batch in batches if batch["state"]["epoch"] == epoch for name in batch["ids"]]
+        assert sorted(delivered) == sorted(f"utt-{i}" for i in range(40))
+
+
+def test_order_differs_by_epoch_and_seed_and_not_by_chance(manifest):
+    first = epochs(make_loader(config(manifest), 5, 0, 1), 2)
+    halves = [[name for batch in first if batch["state"]["epoch"] == epoch for name in batch["ids"]] for epoch in (0, 1)]
+    assert halves[0] != halves[1]
+    assert halves[0] != sorted(halves[0], key=lambda name: int(name[4:]))
+    assert ids(epochs(make_loader(config(manifest), 5, 0, 1), 2)) == ids(first)
+    assert ids(epochs(make_loader(config(manifest), 6, 0, 1), 2)) != ids(first)
+
+
+def test_without_shuffling_the_order_is_the_manifest_s(manifest):
+    batches = epochs(make_loader(config(manifest, shuffle=False), 5, 0, 1), 1)
+    assert batches[0]["ids"][0] == "utt-0"
+    seen = ids(batches)
+    assert max(abs(int(name[4:]) - place) for place, name in enumerate(seen)) <= 10  # the look-ahead window alone moves them
+
+
+def test_batch_contents(manifest):
+    cfg = config(manifest, prompt="say <|audio|>!")
+    tokenizer = load_tokenizer(cfg)
+    for batch in epochs(make_loader(cfg, 0, 0, 1), 1):
+        bounds, starts = batch["cu_seqlens_U1"].tolist(), batch["audio_starts_U"].tolist()
+        assert len(batch["ids"]) == len(batch["texts"])
+        for u, text in enumerate(batch["texts"]):
+            slots = slice(bounds[u], bounds[u + 1])
+            labels, tokens, frames = (batch[name][slots] for name in ("labels_T", "tokens_T", "frames_T"))
+            assert tokenizer.decode(tokens[frames < 0].tolist()) == "say !" + text
+            assert labels[labels != IGNORE].tolist() == [*tokenizer.encode(text), tokenizer.eos_id]
+            assert frames[frames >= 0].tolist() == list(range(starts[u], starts[u] + batch["audio_lengths_U"][u]))
+        assert batch["fill"] == bounds[-1] / len(batch["tokens_T"])
+        assert batch["audio_sec"] == batch["audio_samples_U"].sum().item() / RATE
+
+
+def test_labels_decode_to_the_transcripts_and_the_end():
+    cfg = digit_config(curriculum_steps=60)
+    tokenizer = load_tokenizer(cfg)
+    for batch in itertools.islice(make_loader(cfg, 0, 0, 1), 100):
+        labels = batch["labels_T"]
+        segments = batch["segments_T"]
+        found = [labels[(segments == u) & (labels != IGNORE)].tolist() for u in range(len(batch["ids"]))]
+        assert [tokenizer.decode(answer[:-1]) for answer in found] == batch["texts"]
+        assert {answer[-1] for answer in found} == {tokenizer.eos_id}
+        assert (labels[segments == 5] == IGNORE).all()
+
+
+def test_end_is_supervised_even_where_it_is_the_padding(manifest):
+    cfg = config(manifest, pad_token="<|eos|>")
+    batch = next(make_loader(cfg, 0, 0, 1))
+    assert (batch["labels_T"] == load_tokenizer(cfg).eos_id).sum() == len(batch["ids"])
+
+
+@pytest.mark.parametrize("kind", ["manifest", "digits"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resuming_continues_exactly(manifest, kind, workers):
+    """From every batch of an uninterrupted run of 3 epochs, through JSON, with the same or another number of workers."""
+    cfg = config(manifest) if kind == "manifest" else digit_config(curriculum_steps=6)
+    loader = make_loader(cfg, 3, 1, 2, batches_per_step=2)
+    whole = epochs(loader, 3) if kind == "manifest" else list(itertools.islice(loader, 20))
+    stops = range(len(whole) - 1) if workers == 0 else [len(whole) // 2]
+    for stop in stops:
+        state = json.loads(json.dumps(whole[stop]["state"]))
+        resumed = make_loader(type(cfg)(**(vars(cfg) | {"workers": workers})), 3, 1, 2, state=state, batches_per_step=2)
+        rest = list(itertools.islice(resumed, len(whole) - stop - 1))
+        assert ids(rest) == ids(whole[stop + 1 :])
+        for one, two in zip(rest, whole[stop + 1 :], strict=True):
+            same(one, two)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_change_nothing(manifest, workers):
+    alone, helped = (epochs(make_loader(config(manifest, workers=count), 3, 0, 1), 2) for count in (0, workers))
+    for one, two in zip(alone, helped, strict=True):
+        same(one, two)
+
+
+@pytest.mark.parametrize("change", [{"world": 4}, {"world": 1}, {"rank": 0}, {"seed": 9}])
+def test_a_position_of_another_run_is_refused_with_both_values(manifest, change):
+    state = next(make_loader(config(manifest), 3, 1, 2))["state"]
+    call = {"seed": 3, "rank": 1, "world": 2} | change
+    call["rank"] = min(call["rank"], call["world"] - 1)
+    key, value = next(iter(change.items()))
+    saved = {"world": 2, "rank": 1, "seed": 3}[key]
+    with pytest.raises(DataError, match=f"for {key}={saved} and this run has {key}={value}"):
+        make_loader(config(manifest), state=state, **call)
+
+
+def test_a_position_in_another_manifest_is_refused(manifest, tmp_path):
+    state = next(make_loader(config(manifest), 3, 0, 1))["state"]
+    with pytest.raises(DataError, match="for utterances=40 and this run has utterances=39"):
+        make_loader(config(speech_manifest(tmp_path, 39)), 3, 0, 1, state=state)
+
+
+def test_rows_are_filled_and_the_smallest_that_holds_them_is_taken():
+    rows = [RowSize(10, 10, 2, 10, 10), RowSize(20, 20, 3, 10, 10)]
+    loads = [Load(tokens, 1, 1, 1, 1) for tokens in (8, 13, 5, 4, 1)]
+    assert take(loads, rows) == ([0, 2, 3], rows[1])  # the second does not fit beside the first; three are the most
+    assert take(loads, rows, in_order=True) == ([0], rows[0])
+    assert take(loads[2:4], rows) == ([0, 1], rows[0])
+    assert take([], rows) == ([], rows[0])
+
+
+def test_no_row_is_over_its_size_and_all_but_the_last_of_an_epoch_are_full(manifest):
+    batches = epochs(make_loader(config(manifest), 0, 0, 1), 4)
+    assert {len(batch["tokens_T"]) for batch in batches} == {40, 100}
+    for batch, following in itertools.pairwise(batches):
+        assert batch["fill"] <= 1
+        if following["state"]["epoch"] == batch["state"]["epoch"]:
+            frames = int((batch["audio_segments_A"] < len(batch["audio_starts_U"])).sum())
+            assert batch["fill"] > 0.75 or len(batch["ids"]) == 5 or frames > 60 - 12
+
+
+def test_several_processes_use_one_size(manifest):
+    batches = [batch for rank in (0, 1) for batch in epochs(make_loader(config(manifest), 0, rank, 2), 3)]
+    assert {len(batch["tokens_T"]) for batch in batches} == {100}
+
+
+@pytest.mark.parametrize("kind", ["manifest", "digits"])
+@pytest.mark.parametrize("world", [1, 2, 3, 50])
+def test_validation_sees_each_utterance_once(manifest, kind, world):
+    cfg = config(manifest, validation={"dev": str(manifest)}) if kind == "manifest" else digit_config()
+    name = "dev" if kind == "manifest" else "held_out"
+    ranks = [list(validation_batches(cfg, name, rank, world)) for rank in range(world)]
+    assert len({len(batches) for batches in ranks}) == 1
+    seen = [name for batches in ranks for name in ids(batches)]
+    assert len(seen) == len(set(seen)) == (40 if kind == "manifest" else 20)
+    assert len({len(batch["tokens_T"]) for batches in ranks for batch in batches}) == 1
+    for batch in itertools.chain(*ranks):
+        assert (batch["labels_T"] != IGNORE).any() == bool(batch["ids"])
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_no_validation_string_is_trained_on(seed):
+    cfg = digit_config(validation_utterances=100)
+    held_out = {text for batch in validation_batches(cfg, "held_out", 0, 1) for text in batch["texts"]}
+    assert len(held_out) == 100
+    trained = {text for batch in itertools.islice(make_loader(cfg, seed, 0, 1), 60) for text in batch["texts"]}
+    assert not held_out & trained
+
+
+def test_rows_for_decoding_hold_prompts_and_room():
+    cfg = digit_config(prompt="say <|audio|>")
+    full = list(validation_batches(cfg, "held_out", 0, 1))
+    bare = list(decoding_batches(cfg, "held_out", 0, 1, room=11))
+    references = [dict(zip(ids(batches), [text for batch in batches for text in batch["texts"]], strict=True)) for batches in (full, bare)]
+    assert references[0] == references[1]
+    assert len(references[0]) == len(ids(bare)) == 20
+    before = len(load_tokenizer(cfg).encode("say "))
+    for batch in bare:
+        count = len(batch["ids"])
+        prompts = batch["audio_lengths_U"][:count] + before
+        assert torch.equal(batch["cu_seqlens_U1"].diff()[:count], prompts + 11)
+        assert batch["answer_starts"] == (batch["cu_seqlens_U1"][:count] + prompts).tolist()
+        assert batch["answer_room"] == [11] * count
+        for start in batch["answer_starts"]:
+            assert not batch["tokens_T"][start : start + 11].any()
+            assert (batch["frames_T"][start : start + 11] == -1).all()
+            assert batch["frames_T"][start - 1] >= 0
+
+
+def test_answers_are_where_the_batch_says(manifest):
+    cfg = config(manifest)
+    tokenizer = load_tokenizer(cfg)
+    batch = next(make_loader(cfg, 0, 0, 1))
+    for text, start, room in zip(batch["texts"], batch["answer_starts"], batch["answer_room"], strict=True):
+        assert tokenizer.decode(batch["tokens_T"][start : start + room - 1].tolist()) == text
+        assert batch["tokens_T"][start + room - 1] == tokenizer.eos_id
+
+
+def test_unknown_validation_set(manifest):
+    with pytest.raises(DataError, match=r"data\.validation has no set 'test' \(has: dev\)"):
+        next(validation_batches(config(manifest, validation={"dev": str(manifest)}), "test", 0, 1))
+
+
+def test_one_file(tmp_path):
+    path = write_audio(tmp_path / "x.wav", noise(8820), rate=44100)
+    batch = file_batch(config(), path, room=7)
+    assert batch["ids"] == ["x"]
+    assert batch["audio_sec"] == 0.2
+    assert batch["audio_lengths_U"].tolist() == [3, 0]
+    assert batch["cu_seqlens_U1"].tolist() == [0, 10, 10]
+    assert (batch["answer_starts"], batch["answer_room"]) == ([3], [7])
+    assert (batch["audio_S"] != 0).sum() > 3100
+
+
+def test_one_file_that_is_too_long_or_no_audio(tmp_path):
+    path = write_audio(tmp_path / "x.wav", noise(2 * RATE))
+    with pytest.raises(DataError, match=r"x\.wav lasts 2\.0 s and does not fit the largest of data\.rows \(utterance_frames 25 > 12\)"):
+        file_batch(config(), path, room=7)
+    (tmp_path / "y.wav").write_text("no audio")
+    with pytest.raises(DataError, match=r"y\.wav cannot be read as audio"):
+        file_batch(config(), tmp_path / "y.wav", room=7)
+
+
+def test_curriculum_counts_optimizer_steps():
+    cfg = digit_config(curriculum_steps=4)
+    longest = [max(len(text.split()) for text in batch["texts"])
+               for batch in itertools.islice(make_loader(cfg, 0, 0, 1, batches_per_step=3), 12)]
+    assert longest[:3] == [1, 1, 1]
+    assert max(longest[3:6]) == 2
+    assert max(longest[6:9]) == 4
+    assert max(longest[9:]) == 5
+
+
+def test_digit_strings_go_on_over_ranks_without_repetition():
+    seen = [name for rank in (0, 1, 2) for batch in itertools.islice(make_loader(digit_config(), 0, rank, 3), 5) for name in batch["ids"]]
+    assert len(seen) == len(set(seen))
+    assert {f"string-{i}" for i in range(30)} <= set(seen)
+
+
+def test_empty_batch_has_the_shapes_of_a_full_one():
+    cfg = digit_config()
+    full, empty = next(make_loader(cfg, 0, 0, 1)), empty_batch(cfg.rows[0])
+    assert {name: (value.shape, value.dtype) for name, value in full.items() if torch.is_tensor(value)} == \
+        {name: (value.shape, value.dtype) for name, value in empty.items()}
+    assert (empty["labels_T"] == IGNORE).all()
