@@ -19,19 +19,31 @@ from torch import Tensor
 def _poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def allocate_poison(*args: Any, **kwargs: Any) -> Tensor:
         out = allocate(*args, **kwargs)
-        if out.is_floating_point():
+        if out.is_floating_point() and not torch.compiler.is_compiling():
             out.detach().fill_(float("nan"))
         return out
 
     return allocate_poison
 
 
+def _traceable_new_empty(new_empty: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The compiler refuses to call a method of Tensor through a variable."""
+
+    def allocate(x: Tensor, *size: Any, **kwargs: Any) -> Tensor:
+        if torch.compiler.is_compiling():
+            return torch.empty(*size, **{"dtype": x.dtype, "device": x.device, **kwargs})
+        return new_empty(x, *size, **kwargs)
+
+    return allocate
+
+
 @pytest.fixture(autouse=True, scope="session")
 def poison_uninitialised_memory() -> Iterator[None]:
-    """Fills what torch.empty and torch.empty_like return with NaN, so that reading memory before writing it shows."""
+    """Fills with NaN what torch.empty and its relatives return, so that reading memory before writing it shows."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", _poisoned(torch.empty))
         patch.setattr(torch, "empty_like", _poisoned(torch.empty_like))
+        patch.setattr(Tensor, "new_empty", _poisoned(_traceable_new_empty(Tensor.new_empty)))
         yield
 
 
