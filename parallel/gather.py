@@ -137,6 +137,7 @@ class Use:
         self.flats: list[Tensor] | None = None  # gathering under way
         self.whole: list[Tensor] | None = None  # gathered, in backward
         self.storages: dict[int, int] = {}  # storage of a whole tensor -> its position
+        self.saved_any = False  # whether backward needs a whole tensor
         self.alive: list[StorageWeakRef] = []
 
     def start(self) -> None:
@@ -161,9 +162,12 @@ class Use:
         return any(not s.expired() for s in self.alive)
 
     def prefetch(self) -> None:
-        """In backward: begin to gather the unit that comes next, which ran before."""
-        if self.before is not None and self.before.unit.reshard:
-            self.before.start()
+        """In backward: begin to gather the unit that comes next, the last one before this whose backward needs its weights."""
+        before = self.before
+        while before is not None and not before.saved_any:
+            before = before.before
+        if before is not None:
+            before.start()
 
     def weights(self) -> list[Tensor]:
         """All parameters of the unit, whole, connected to the shards for autograd."""
@@ -179,7 +183,10 @@ class Use:
 
     def _pack(self, t: Tensor) -> Any:
         position = self.storages.get(t.untyped_storage()._cdata)
-        return t if position is None else (position, t.size(), t.stride(), t.storage_offset())
+        if position is None:
+            return t
+        self.saved_any = True
+        return position, t.size(), t.stride(), t.storage_offset()
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
