@@ -1,0 +1,145 @@
+"""Cross-entropy of a vocabulary projection, a block of rows at a time, so that the logits [T, V] never exist.
+
+The forward computes the gradients of h and of the weight along with the loss, while a block's logits are at hand, and the backward
+scales them by the gradient of the loss: three products instead of the four that recomputing the logits would take.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.activation import widen
+from kernels.linear import product
+
+ROWS = 32  # the rows of a block are padded to a multiple: oneDNN builds a kernel for each new shape
+
+
+def linear_cross_entropy(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, *, chunk: int = 512, ignore_index: int = -100,
+                         label_smoothing: float = 0.0, z_loss: float = 0.0, soft_cap: float | None = None,
+                         implementation: str = "auto") -> tuple[Tensor, Tensor]:
+    """Sum over the labelled rows of the cross-entropy of logits h weightᵀ, and the number of such rows (int64).
+
+    The sum is fp32 (fp64 for fp64 inputs), and so are softmax and loss inside.
+
+    :param labels_T: int64, in [0, V) or ignore_index
+    :param chunk: rows whose logits exist at a time
+    :param label_smoothing: share of the target that is spread evenly over the vocabulary
+    :param z_loss: weight of logsumexp(logits)²
+    :param soft_cap: logits become soft_cap tanh(logits / soft_cap)
+    :param implementation: auto | a key of IMPLEMENTATIONS
+    """
+    run = IMPLEMENTATIONS["chunked" if implementation == "auto" else implementation]
+    return run(h_TD, weight_VD, labels_T, chunk, ignore_index, label_smoothing, z_loss, soft_cap)
+
+
+def linear_cross_entropy_reference(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int, ignore_index: int, label_smoothing: float,
+                                   z_loss: float, soft_cap: float | None) -> tuple[Tensor, Tensor]:
+    """All logits at once."""
+    logits_TV = widen(torch.einsum("td,vd->tv", h_TD, weight_VD))
+    if soft_cap is not None:
+        logits_TV = soft_cap * torch.tanh(logits_TV / soft_cap)
+    labelled_T = labels_T != ignore_index
+    chosen_T = logits_TV.gather(1, torch.where(labelled_T, labels_T, 0)[:, None])[:, 0]
+    lse_T = logits_TV.logsumexp(1)
+    target_T = (1 - label_smoothing) * chosen_T + label_smoothing * logits_TV.mean(1)
+    loss_T = lse_T - target_T + z_loss * lse_T.square()
+    return torch.where(labelled_T, loss_T, 0).sum(), labelled_T.sum()
+
+
+@torch.library.custom_op("reedling::linear_cross_entropy", mutates_args=())
+def _loss_op(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int, ignore_index: int, label_smoothing: float, z_loss: float,
+             soft_cap: float | None, h_grad: bool, weight_grad: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss, count and the gradients of h and weight, each empty unless asked for."""
+    wide = torch.promote_types(h_TD.dtype, torch.float32)
+    loss = h_TD.new_zeros((), dtype=wide)
+    dh_TD = torch.zeros_like(h_TD) if h_grad else h_TD.new_zeros(0)
+    dweight_VD = torch.zeros_like(weight_VD, dtype=wide) if weight_grad else weight_VD.new_zeros(0, dtype=wide)
+    for rows_R, count in _blocks(labels_T, ignore_index, chunk):
+        h_RD, labels_R = h_TD[rows_R], labels_T[rows_R]
+        labelled_R = labels_R != ignore_index
+        labelled_R[count:] = False
+        loss_R, dlogits_RV = _block(product("nt", h_RD, weight_VD), torch.where(labelled_R, labels_R, 0), label_smoothing, z_loss, soft_cap,
+                                    h_grad or weight_grad)
+        loss += torch.where(labelled_R, loss_R, 0).sum()
+        if h_grad or weight_grad:
+            dlogits_RV = dlogits_RV.masked_fill_(~labelled_R[:, None], 0).to(h_TD.dtype)
+        if h_grad:
+            dh_TD[rows_R[:count]] = product("nn", dlogits_RV, weight_VD)[:count]
+        if weight_grad:
+            dweight_VD += product("tn", dlogits_RV, h_RD)
+    return loss, (labels_T != ignore_index).sum(), dh_TD, dweight_VD.to(weight_VD.dtype)
+
+
+def _blocks(labels_T: Tensor, ignore_index: int, chunk: int) -> Iterator[tuple[Tensor, int]]:
+    """Row numbers of each block, filled up with repetitions, and how many of them count.
+
+    On a CPU the unlabelled rows (audio, prompts, padding) are left out; elsewhere counting them would wait for the device.
+    """
+    if labels_T.device.type == "cpu":
+        rows = (labels_T != ignore_index).nonzero()[:, 0]
+    else:
+        rows = torch.arange(len(labels_T), device=labels_T.device)
+    for block in rows.split(chunk):
+        if len(block):
+            yield torch.cat((block, block[:1].expand(-len(block) % ROWS))), len(block)
+
+
+def _block(logits_RV: Tensor, labels_R: Tensor, label_smoothing: float, z_loss: float, soft_cap: float | None,
+           grad: bool) -> tuple[Tensor, Tensor]:
+    """Loss of each row and, with `grad`, the gradient of its raw logits (else something to be ignored)."""
+    logits_RV = widen(logits_RV)
+    if soft_cap is not None:
+        logits_RV = torch.tanh(logits_RV / soft_cap).mul_(soft_cap)
+    logp_RV = torch.log_softmax(logits_RV, 1)
+    chosen_R1 = labels_R[:, None]
+    chosen_logp_R = logp_RV.gather(1, chosen_R1)[:, 0]
+    lse_R = logits_RV.gather(1, chosen_R1)[:, 0] - chosen_logp_R
+    loss_R = z_loss * lse_R.square() - (1 - label_smoothing) * chosen_logp_R
+    if label_smoothing:
+        loss_R -= label_smoothing * logp_RV.mean(1)
+    if not grad:
+        return loss_R, logp_RV
+    dlogits_RV = logp_RV.exp_()
+    if z_loss:
+        dlogits_RV *= (1 + 2 * z_loss * lse_R)[:, None]
+    if label_smoothing:
+        dlogits_RV -= label_smoothing / dlogits_RV.shape[1]
+    dlogits_RV.scatter_add_(1, chosen_R1, dlogits_RV.new_full((1, 1), label_smoothing - 1).expand_as(chosen_R1))
+    if soft_cap is not None:
+        dlogits_RV *= 1 - (logits_RV / soft_cap).square_()
+    return loss_R, dlogits_RV
+
+
+@_loss_op.register_fake
+def _(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int, ignore_index: int, label_smoothing: float, z_loss: float,
+      soft_cap: float | None, h_grad: bool, weight_grad: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    loss = h_TD.new_empty((), dtype=torch.promote_types(h_TD.dtype, torch.float32))
+    dh, dweight = (torch.empty_like(t) if grad else t.new_empty(0) for t, grad in ((h_TD, h_grad), (weight_VD, weight_grad)))
+    return loss, labels_T.new_empty((), dtype=torch.int64), dh, dweight
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    ctx.grads = inputs[-2:]
+    ctx.save_for_backward(*output[2:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    grads = [grad * dloss if needed and dloss is not None else None for grad, needed in zip(ctx.saved_tensors, ctx.grads, strict=True)]
+    return (*grads, *[None] * 8)
+
+
+_loss_op.register_autograd(_backward, setup_context=_save)
+
+
+def _linear_cross_entropy_chunked(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int, ignore_index: int, label_smoothing: float,
+                                  z_loss: float, soft_cap: float | None) -> tuple[Tensor, Tensor]:
+    h_grad, weight_grad = (torch.is_grad_enabled() and t.requires_grad for t in (h_TD, weight_VD))
+    return _loss_op(h_TD.contiguous(), weight_VD.contiguous(), labels_T, chunk, ignore_index, label_smoothing, z_loss, soft_cap, h_grad,
+                    weight_grad)[:2]
+
+
+IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor, int, int, float, float, float | None], tuple[Tensor, Tensor]]] = {
+    "reference": linear_cross_entropy_reference, "chunked": _linear_cross_entropy_chunked}

@@ -1,0 +1,205 @@
+"""Fused head and loss: against F.cross_entropy and the definition of every option, gradients, ignored rows, blocks."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels import linear_cross_entropy as module
+from kernels.linear import ENVIRONMENT
+from kernels.linear_cross_entropy import IMPLEMENTATIONS, linear_cross_entropy
+
+T, D, V = 75, 16, 41
+FAST = [name for name in IMPLEMENTATIONS if name != "reference"]
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 8e-3}
+OPTIONS = [
+    pytest.param({}, id="plain"),
+    pytest.param({"label_smoothing": 0.2}, id="label smoothing"),
+    pytest.param({"z_loss": 0.3}, id="z-loss"),
+    pytest.param({"soft_cap": 1.5}, id="soft cap"),
+    pytest.param({"label_smoothing": 0.1, "z_loss": 0.05, "soft_cap": 2.0, "ignore_index": 3}, id="all"),
+]
+
+
+def inputs(ignore_index: int = -100) -> tuple[Tensor, Tensor, Tensor]:
+    """h, weight (of values that bf16 holds exactly) in fp64, and labels of which a third is ignored."""
+    h, weight = torch.randn(T, D).bfloat16().double(), (0.5 * torch.randn(V, D)).bfloat16().double()
+    labels = torch.randint(0, V, (T,))
+    return h, weight, torch.where(torch.rand(T) < 0.3, ignore_index, labels)
+
+
+def results(h: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype, upstream: float = 0.37, function=linear_cross_entropy,
+            **options) -> dict[str, Tensor]:
+    h, weight = (t.to(dtype).detach().clone().requires_grad_() for t in (h, weight))
+    loss, count = function(h, weight, labels, **options)
+    dh, dweight = torch.autograd.grad(loss * upstream, (h, weight))
+    return {"loss": loss.detach(), "count": count, "h": dh, "weight": dweight}
+
+
+def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert got["count"].dtype == torch.int64
+    assert int(got["count"]) == int(expected["count"])
+    for name in ("loss", "h", "weight"):
+        value, reference = got[name].double(), expected[name].double()
+        assert value.shape == reference.shape, name
+        assert float((value - reference).norm()) <= tolerance * float(reference.norm()), name
+
+
+def definition(h: Tensor, weight: Tensor, labels: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
+               soft_cap: float | None = None) -> tuple[Tensor, Tensor]:
+    """A loop over the labelled rows; the cross-entropy is PyTorch's."""
+    rows = [t for t, label in enumerate(labels.tolist()) if label != ignore_index]
+    loss = h.new_zeros(())
+    for t in rows:
+        z = weight @ h[t]
+        if soft_cap is not None:
+            z = soft_cap * (1 - 2 / (torch.exp(2 * z / soft_cap) + 1))
+        loss = loss + F.cross_entropy(z[None], labels[t][None], label_smoothing=label_smoothing) + z_loss * torch.log(z.exp().sum()) ** 2
+    return loss, torch.tensor(len(rows))
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_reference_is_the_definition(options):
+    arguments = inputs(options.get("ignore_index", -100))
+    expected = results(*arguments, torch.float64, function=definition, **options)
+    assert_close(results(*arguments, torch.float64, implementation="reference", **options), expected, 1e-13)
+
+
+@pytest.mark.parametrize("library", ["mkl", "onednn"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("implementation", FAST)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_fast_versions_match_the_reference(monkeypatch, options, implementation, dtype, library):
+    monkeypatch.setenv(ENVIRONMENT, library)
+    arguments = inputs(options.get("ignore_index", -100))
+    expected = results(*arguments, torch.float64, implementation="reference", **options)
+    got = results(*arguments, dtype, implementation=implementation, chunk=20, **options)
+    assert_close(got, expected, TOLERANCE[dtype])
+    assert got["loss"].dtype == torch.promote_types(dtype, torch.float32)
+    assert got["h"].dtype == got["weight"].dtype == dtype
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 32, 33, T - 1, T, 1000])
+def test_any_size_of_block(chunk):
+    arguments = inputs()
+    expected = results(*arguments, torch.float64, implementation="reference")
+    assert_close(results(*arguments, torch.float64, chunk=chunk), expected, 1e-13)
+
+
+def test_rows_of_blocks(monkeypatch):
+    """No product sees more rows than a block's, and on a CPU none sees the unlabelled ones, however many there are."""
+    seen: list[int] = []
+
+    def product(kind: str, a: Tensor, b: Tensor) -> Tensor:
+        if kind == "nt":
+            seen.append(len(a))
+        return {"nt": lambda: a @ b.T, "nn": lambda: a @ b, "tn": lambda: a.T @ b}[kind]()
+
+    monkeypatch.setattr(module, "product", product)
+    h, weight, labels = inputs()
+    labels = torch.full((T,), -100).index_fill(0, torch.arange(1, T, 2), 5)
+    results(h, weight, labels, torch.float32, chunk=32)
+    assert int((labels != -100).sum()) == 37
+    assert seen == [32, 32]
+
+
+@pytest.mark.parametrize("implementation", list(IMPLEMENTATIONS))
+@pytest.mark.parametrize("rows", [0, 1, T])
+def test_no_labels(implementation, rows):
+    h, weight, labels = inputs()
+    got = results(h[:rows], weight, torch.full_like(labels[:rows], -100), torch.float32, implementation=implementation, z_loss=0.1)
+    assert got["h"].shape == (rows, D)
+    assert not any(value.any() for value in got.values())
+
+
+@pytest.mark.parametrize("implementation", list(IMPLEMENTATIONS))
+def test_every_label_of_the_vocabulary(implementation):
+    """Loss of equal logits is log V each, for the first and for the last entry too."""
+    h, labels = torch.zeros(V, D), torch.arange(V)
+    loss, count = linear_cross_entropy(h, torch.randn(V, D), labels, implementation=implementation)
+    assert int(count) == V
+    torch.testing.assert_close(loss, torch.tensor(V * math.log(V)))
+
+
+@pytest.mark.parametrize("implementation", list(IMPLEMENTATIONS))
+@pytest.mark.parametrize("scale", [30.0, 3000.0])
+def test_confident_predictions(implementation, scale):
+    """One logit is larger by 2 scale than the others: right guesses cost nothing, wrong ones 2 scale; nothing overflows."""
+    weight = torch.eye(V) * scale
+    h = torch.eye(V)[:5] * 2
+    labels = torch.tensor([0, 1, 2, 4, 3])
+    got = results(h, weight, labels, torch.float32, implementation=implementation)
+    expected = results(h, weight, labels, torch.float64, function=definition) if scale < 100 else None
+    torch.testing.assert_close(got["loss"], torch.tensor(4 * scale))
+    assert all(value.isfinite().all() for value in got.values())
+    if expected:
+        assert_close(got, expected, 2e-6)
+
+
+@pytest.mark.parametrize("implementation", list(IMPLEMENTATIONS))
+def test_every_option_changes_the_result(implementation):
+    h, weight, labels = inputs(ignore_index=3)
+    labels[labels == 3] = 4
+    labels[0] = 3
+    base = results(h, weight, labels, torch.float64, implementation=implementation)
+    for options in ({"ignore_index": 3}, {"label_smoothing": 0.1}, {"z_loss": 0.1}, {"soft_cap": 3.0}):
+        got = results(h, weight, labels, torch.float64, implementation=implementation, **options)
+        for name in ("loss", "h", "weight"):
+            assert float((got[name] - base[name]).norm()) > 1e-3 * float(base[name].norm()), (options, name)
+
+
+@pytest.mark.parametrize("implementation", FAST)
+def test_an_unlabelled_row_spoils_nothing(implementation):
+    h, weight, labels = inputs()
+    clean = results(h, weight, labels, torch.float32, implementation=implementation)
+    h[labels == -100] = float("nan")
+    got = results(h, weight, labels, torch.float32, implementation=implementation)
+    assert all(torch.equal(got[name], clean[name]) for name in clean)
+
+
+@pytest.mark.parametrize("implementation", FAST)
+def test_gradient_of_one_input_alone(implementation):
+    h, weight, labels = inputs()
+    both = results(h, weight, labels, torch.float64, implementation=implementation)
+    for name in ("h", "weight"):
+        leaves = {"h": h.detach().clone(), "weight": weight.detach().clone()}
+        leaves[name].requires_grad_()
+        loss, _ = linear_cross_entropy(leaves["h"], leaves["weight"], labels, implementation=implementation)
+        assert torch.equal(torch.autograd.grad(loss * 0.37, leaves[name])[0], both[name])
+    with torch.no_grad():
+        loss, count = linear_cross_entropy(leaves["h"], leaves["weight"], labels, implementation=implementation)
+    assert not loss.requires_grad
+    assert torch.equal(loss, both["loss"])
+    assert torch.equal(count, both["count"])
+
+
+def test_inputs_with_strides():
+    h, weight, labels = inputs()
+    expected = results(h, weight, labels, torch.float64)
+    h, weight = (torch.stack((t.T, -t.T))[0].T for t in (h, weight))
+    strided = torch.stack((labels, labels), 1)[:, 0]
+    loss, count = linear_cross_entropy(h.requires_grad_(), weight.requires_grad_(), strided)
+    dh, dweight = torch.autograd.grad(loss * 0.37, (h, weight))
+    assert_close({"loss": loss.detach(), "count": count, "h": dh, "weight": dweight}, expected, 1e-13)
+
+
+def test_operator_passes_opcheck():
+    h, weight, labels = inputs()
+    for h_grad, weight_grad in ((True, True), (False, True), (False, False)):
+        arguments = h.float().requires_grad_(h_grad), weight.float().requires_grad_(weight_grad), labels
+        torch.library.opcheck(module._loss_op, (*arguments, 32, -100, 0.1, 0.1, 2.0, h_grad, weight_grad))
+
+
+def test_compiles_whole_and_once_for_any_number_of_labels():
+    def step(h, weight, labels):
+        loss, count = linear_cross_entropy(2 * h, weight, labels, chunk=32, z_loss=0.1)
+        return 3 * loss, count
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=False)
+    for first in (True, False):
+        h, weight, labels = inputs()
+        expected = results(h, weight, labels, torch.float32, function=step)
+        with torch.compiler.set_stance("default" if first else "fail_on_recompile"):
+            assert_close(results(h, weight, labels, torch.float32, function=compiled), expected, 1e-6)
