@@ -1,6 +1,7 @@
 """Waveforms of utterances: the samples that the manifest declares, one channel, at the model's rate, or an error that names the file."""
 
 import math
+import os.path
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,8 +45,8 @@ def whole_file(path: str | Path) -> Utterance:
     try:
         duration = soundfile.info(str(path)).duration
     except (soundfile.SoundFileError, OSError) as error:
-        raise DataError(f"{path} cannot be read as audio ({_reason(Path(path), error)})") from error
-    return Utterance(Path(path).stem, str(path), "", duration, Segment(Path(path), 0.0, duration))
+        raise DataError(f"{path} cannot be read as audio ({_reason(str(path), error)})") from error
+    return Utterance(Path(path).stem, str(path), "", duration, Segment(str(path), 0.0, duration))
 
 
 def resample(audio: np.ndarray, rate: int, to_rate: int) -> np.ndarray:
@@ -65,7 +66,7 @@ def _read_segment(utterance: Utterance, fault: Fault) -> tuple[np.ndarray, int]:
     """float32 [samples, channels] and the file's rate."""
     segment = utterance.audio
     try:
-        with soundfile.SoundFile(str(segment.path)) as file:
+        with soundfile.SoundFile(segment.path) as file:
             rate = file.samplerate
             start, wanted = count_samples(segment.offset_sec, rate), count_samples(segment.duration_sec, rate)
             if start >= file.frames:
@@ -113,7 +114,7 @@ def _one_channel(audio: np.ndarray, channels: str, fault: Fault) -> np.ndarray:
 def _name(utterance: Utterance) -> str:
     """The file or files of an utterance."""
     if isinstance(utterance.audio, Segment):
-        return str(utterance.audio.path)
+        return utterance.audio.path
     tracks = getattr(utterance.audio, "tracks", None)
     cuts = [track.cut for track in tracks] if tracks else [utterance.audio]
     recordings = [cut.recording for cut in cuts if getattr(cut, "recording", None)]
@@ -121,10 +122,10 @@ def _name(utterance: Utterance) -> str:
     return ", ".join(files) or f"cut {utterance.audio.id}"
 
 
-def _reason(path: Path, error: Exception) -> str:
-    if not path.exists():
+def _reason(path: str, error: Exception) -> str:
+    if not os.path.exists(path):
         return "there is no such file"
-    return "it is a folder" if path.is_dir() else "it is empty" if path.stat().st_size == 0 else _one_line(error)
+    return "it is a folder" if os.path.isdir(path) else "it is empty" if os.path.getsize(path) == 0 else _one_line(error)
 
 
 def _one_line(error: Exception) -> str:

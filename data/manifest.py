@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import math
+import os.path
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ _NEMO_KEYS = {"audio_filepath", "duration", "text", "offset", "lang"}
 class Segment:
     """A piece of an audio file, as a NeMo manifest gives it."""
 
-    path: Path
+    path: str
     offset_sec: float
     duration_sec: float
 
@@ -52,7 +53,7 @@ class Utterance:
 class Manifest:
     """A sequence of utterances over the bytes of a file."""
 
-    path: Path
+    path: str
     blob: bytes
     places: np.ndarray  # int64 [n, 3]: line number, first byte, last byte + 1
     repeated: frozenset[str]  # ids that several lines have
@@ -67,7 +68,7 @@ class Manifest:
 
 def read_manifest(path: str | Path, on_bad_text: str = "fail") -> Manifest:
     """The utterances of a manifest, plain or gzipped. Any malformed line is an error, and with on_bad_text=fail any bad text."""
-    path = Path(path)
+    path = str(path)
     blob = _read(path)
     places: list[tuple[int, int, int]] = []
     seen: set[str] = set()
@@ -97,16 +98,16 @@ def transcript(utterance: Utterance) -> str:
         raise utterance.fault(error.reason, str(error)) from error
 
 
-def _read(path: Path) -> bytes:
+def _read(path: str) -> bytes:
     try:
-        blob = path.read_bytes()
+        blob = Path(path).read_bytes()
         return gzip.decompress(blob) if blob[:2] == b"\x1f\x8b" else blob
     except (OSError, EOFError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise DataError(f"the manifest {path} cannot be read ({reason}); check the path") from error
 
 
-def _parse(raw: bytes, path: Path, line: int, repeated: frozenset[str]) -> Utterance:
+def _parse(raw: bytes, path: str, line: int, repeated: frozenset[str]) -> Utterance:
     where = f"line {line} of {path}"
     try:
         entry = json.loads(raw)
@@ -119,7 +120,7 @@ def _parse(raw: bytes, path: Path, line: int, repeated: frozenset[str]) -> Utter
     return replace(utterance, id=f"{utterance.id}#{line}") if utterance.id in repeated else utterance
 
 
-def _parse_nemo(entry: dict[str, Any], path: Path, where: str) -> Utterance:
+def _parse_nemo(entry: dict[str, Any], path: str, where: str) -> Utterance:
     for key in ("audio_filepath", "duration", "text"):
         if key not in entry:
             raise DataError(f"{where}: no {key} (has: {', '.join(sorted(entry)) or 'no key'}); add it")
@@ -131,9 +132,9 @@ def _parse_nemo(entry: dict[str, Any], path: Path, where: str) -> Utterance:
     given = entry.get("id")
     lang = entry.get("lang")
     return Utterance(
-        id=given if isinstance(given, str) and given else Path(name).stem, where=where, text=entry["text"], duration_sec=duration,
-        audio=Segment(path.parent / name, offset, duration), lang=lang if isinstance(lang, str) else None,
-        extra={key: value for key, value in entry.items() if key not in _NEMO_KEYS})
+        id=given if isinstance(given, str) and given else os.path.splitext(os.path.basename(name))[0],
+        where=where, text=entry["text"], duration_sec=duration, audio=Segment(os.path.join(os.path.dirname(path), name), offset, duration),
+        lang=lang if isinstance(lang, str) else None, extra={key: value for key, value in entry.items() if key not in _NEMO_KEYS})
 
 
 def _seconds(entry: dict[str, Any], key: str, where: str) -> float:

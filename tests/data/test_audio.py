@@ -12,7 +12,7 @@ from tests.data.files import RATE, noise, write_audio
 
 
 def utterance(path: Path, duration_sec: float, offset_sec: float = 0.0) -> Utterance:
-    return Utterance("call-7", "line 3 of x.jsonl", "text", duration_sec, Segment(path, offset_sec, duration_sec))
+    return Utterance("call-7", "line 3 of x.jsonl", "text", duration_sec, Segment(str(path), offset_sec, duration_sec))
 
 
 @pytest.fixture(scope="module")

@@ -142,9 +142,10 @@ def test_no_row_is_over_its_size_and_all_but_the_last_of_an_epoch_are_full(manif
             assert batch["fill"] > 0.75 or len(batch["ids"]) == 5 or frames > 60 - 12
 
 
-def test_several_processes_use_one_size(manifest):
-    batches = [batch for rank in (0, 1) for batch in epochs(make_loader(config(manifest), 0, rank, 2), 3)]
-    assert {len(batch["tokens_T"]) for batch in batches} == {100}
+def test_several_processes_use_one_size(tmp_path):
+    cfg = config(speech_manifest(tmp_path, 2))
+    for world, size in (1, 40), (2, 100):  # the small row would do for both
+        assert {len(batch["tokens_T"]) for batch in epochs(make_loader(cfg, 0, 0, world), 3)} == {size}
 
 
 @pytest.mark.parametrize("kind", ["manifest", "digits"])

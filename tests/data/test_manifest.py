@@ -21,10 +21,10 @@ def utterances(path):
 def test_nemo_line(tmp_path):
     more = {"offset": 2, "lang": "en", "speaker": "s1", "snr": 3.5}
     first, second = utterances(write_lines(tmp_path / "x.jsonl", [GOOD | more, GOOD | {"audio_filepath": "/b.wav"}]))
-    assert first.audio.path == tmp_path / "a.wav"  # relative to the manifest
+    assert first.audio.path == str(tmp_path / "a.wav")  # relative to the manifest
     assert (first.audio.offset_sec, first.audio.duration_sec, first.duration_sec) == (2.0, 1.5, 1.5)
     assert (first.id, first.text, first.lang, first.extra) == ("a", "one", "en", {"speaker": "s1", "snr": 3.5})
-    assert second.audio.path == Path("/b.wav")
+    assert second.audio.path == "/b.wav"
     assert (second.audio.offset_sec, second.lang, second.extra) == (0.0, None, {})
 
 

@@ -65,6 +65,11 @@ def test_every_utterance_masked():
     assert set(row.labels_T.tolist()) == {IGNORE}
 
 
+def test_audio_is_never_a_target_whatever_the_mask_says():
+    row = pack_tokens([[1, A, 2]], [[True, True, True]], [[2]], audio_id=A)
+    assert row.labels_T.tolist() == [IGNORE, IGNORE, 2, IGNORE]
+
+
 def test_end_token_that_is_also_the_padding_is_supervised():
     eos = pad = 0
     row = pack_tokens([[5, 6, eos]], [[False, True, True]], [[]], multiple=4)
