@@ -44,7 +44,7 @@ def digit_plans(source: Source, rows: Sequence[RowSize], share: Share, state: St
         window = [source.item((index + i) * share.world + share.rank, step) for i in range(rows[-1].utterances)]
         taken, row = take([item.load for item in window], rows, in_order=True)
         index, batch = index + len(taken), batch + 1
-        yield Plan(tuple(window[:len(taken)]), row, (), {"epoch": 0, "index": index, "batch": batch})
+        yield Plan(tuple(window[: len(taken)]), row, (), {"epoch": 0, "index": index, "batch": batch})
 
 
 def manifest_plans(source: Source, rows: Sequence[RowSize], share: Share, state: State, cfg: DataConfig) -> Iterator[Plan]:
@@ -71,8 +71,8 @@ def _epoch_plans(source: Source, order: Sequence[int] | np.ndarray, rows: Sequen
                 dropped.append(settle(error, getattr(cfg, f"on_{error.reason}")))
             position += 1
         taken, row = take([item.load for _, item in window], rows)
-        items = tuple(window[i][1] for i in taken)
-        window = [entry for i, entry in enumerate(window) if i not in set(taken)]
+        chosen, items = set(taken), tuple(window[i][1] for i in taken)
+        window = [entry for i, entry in enumerate(window) if i not in chosen]
         yield Plan(items, row, tuple(dropped), {"epoch": epoch, "position": position, "pending": [place for place, _ in window]})
         dropped = []
 

@@ -29,6 +29,11 @@ class Made:
     dropped: tuple[UtteranceError, ...]
     state: State
 
+    def pin_memory(self) -> "Made":
+        """Called by the DataLoader where there is a GPU: copies to it then run beside the step."""
+        self.batch = {name: value.pin_memory() if torch.is_tensor(value) else value for name, value in self.batch.items()}
+        return self
+
 
 class Rows(Dataset[Any]):
     """Reads and packs a plan; faults that must end the run are returned, so that they reach the main process as they are."""

@@ -1,4 +1,5 @@
 import collections
+import itertools
 import json
 import zlib
 
@@ -8,6 +9,7 @@ import soundfile
 
 from data import digits
 from data.errors import DataError
+from model.lengths import encoder_frames
 
 
 def test_embedded_speech_is_complete():
@@ -108,6 +110,14 @@ def test_speed_changes_length_and_pitch():
     for other in (slow, fast):  # the same shape on a stretched time axis
         stretched = np.interp(times * len(other), np.arange(len(other)), other)
         assert np.corrcoef(np.interp(times * len(original), np.arange(len(original)), original), stretched)[0, 1] > 0.9
+
+
+def test_every_word_has_the_frames_that_ctc_needs():
+    """One a character and one between two equal characters: otherwise its loss is infinite."""
+    for key, audio in digits.waveforms().items():
+        word = key.rsplit("-", 1)[0]
+        repeats = sum(a == b for a, b in itertools.pairwise(word))
+        assert encoder_frames(len(audio)) > len(word) + repeats + 1  # and a space
 
 
 def test_longest_string_bounds_all():

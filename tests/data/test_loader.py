@@ -10,6 +10,7 @@ from data.loader import decoding_batches, empty_batch, file_batch, make_loader, 
 from data.packing import IGNORE, Load
 from data.plan import take
 from data.tokenizer import load_tokenizer
+from data.workers import Made
 from tests.data.files import RATE, config, digit_config, epochs, ids, noise, speech_manifest, write_audio
 
 
@@ -239,6 +240,13 @@ def test_digit_strings_go_on_over_ranks_without_repetition():
     seen = [name for rank in (0, 1, 2) for batch in itertools.islice(make_loader(digit_config(), 0, rank, 3), 5) for name in batch["ids"]]
     assert len(seen) == len(set(seen))
     assert {f"string-{i}" for i in range(30)} <= set(seen)
+
+
+def test_tensors_are_pinned_and_nothing_else_changes(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor + 1)
+    made = Made({"tokens_T": torch.zeros(2), "ids": ["a"], "fill": 0.5}, (), {})
+    assert made.pin_memory() is made
+    same(made.batch, {"tokens_T": torch.ones(2), "ids": ["a"], "fill": 0.5})
 
 
 def test_empty_batch_has_the_shapes_of_a_full_one():
