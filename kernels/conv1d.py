@@ -1,0 +1,108 @@
+"""Causal depthwise convolution along a packed row, whose taps never reach into another document."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.activation import widen
+from kernels.inductor import stored
+
+SUM_ROWS = 32  # rows that are summed at a time into the gradients of weight and bias
+
+
+def causal_conv1d(x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, segments_T: Tensor, *, activation: str | None = "silu",
+                  implementation: str = "auto") -> Tensor:
+    """activation(bias + sum over taps w of weight[:, w] x[t - (W - 1 - w)]), where both rows are of the same document. [T, C]
+
+    :param segments_T: document number of each row, non-decreasing
+    :param activation: silu | None
+    :param implementation: auto | a key of IMPLEMENTATIONS
+    """
+    if activation not in ("silu", None):
+        raise ValueError(f"activation of a causal convolution is 'silu' or None, not {activation!r}")
+    run = IMPLEMENTATIONS["shifted" if implementation == "auto" else implementation]
+    return run(x_TC, weight_CW, bias_C, segments_T, activation)
+
+
+def causal_conv1d_reference(x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, segments_T: Tensor, activation: str | None) -> Tensor:
+    """One convolution of the library a document."""
+    channels, width = weight_CW.shape
+    weight, bias = widen(weight_CW)[:, None], None if bias_C is None else widen(bias_C)
+    pieces = []
+    for x in widen(x_TC).split(torch.unique_consecutive(segments_T, return_counts=True)[1].tolist()):
+        pieces.append(F.conv1d(F.pad(x.T, (width - 1, 0)), weight, bias, groups=channels).T)
+    z_TC = torch.cat(pieces)
+    return (F.silu(z_TC) if activation == "silu" else z_TC).to(x_TC.dtype)
+
+
+def _causal_conv1d_shifted(x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, segments_T: Tensor, activation: str | None) -> Tensor:
+    bias_C = weight_CW.new_zeros(len(weight_CW)) if bias_C is None else bias_C
+    return _Shifted.apply(x_TC, weight_CW, bias_C, segments_T, activation)
+
+
+IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor | None, Tensor, str | None], Tensor]] = {
+    "reference": causal_conv1d_reference, "shifted": _causal_conv1d_shifted}
+
+
+class _Shifted(torch.autograd.Function):
+    """Sum of shifted rows, compiled to one pass forward and two backward; the backward computes the convolution again."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor, segments_T: Tensor, activation: str | None) -> Tensor:
+        ctx.save_for_backward(x_TC, weight_CW, bias_C, segments_T)
+        ctx.activation = activation
+        z_TC = _sum_taps(_taps(x_TC, segments_T, weight_CW.shape[1]), _contiguous_taps(weight_CW)) + widen(bias_C)
+        return (F.silu(z_TC) if activation == "silu" else z_TC).to(x_TC.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TC: Tensor) -> Any:
+        x_TC, weight_CW, bias_C, segments_T = ctx.saved_tensors
+        weight_WC, width = _contiguous_taps(weight_CW), weight_CW.shape[1]
+        taps = _taps(x_TC, segments_T, width)
+        dz_TC = widen(grad_TC)
+        if ctx.activation == "silu":
+            z_TC = _sum_taps(taps, weight_WC) + widen(bias_C)
+            sigmoid = torch.sigmoid(z_TC)
+            dz_TC = dz_TC * sigmoid * (1 + z_TC * (1 - sigmoid))
+        dweight_CW = torch.stack([_sum_rows(dz_TC * tap_TC) for tap_TC in taps], 1)
+        dbias_C = _sum_rows(dz_TC)
+        dz_TC = stored(dz_TC)
+        dx_TC = _sum_taps([_shifted(dz_TC, segments_T, w - width + 1) for w in range(width)], weight_WC)
+        return dx_TC.to(x_TC.dtype), dweight_CW.to(weight_CW.dtype), dbias_C.to(bias_C.dtype), None, None
+
+
+def _contiguous_taps(weight_CW: Tensor) -> Tensor:
+    """[W, C]: channels side by side, to be read as vectors."""
+    return stored(widen(weight_CW).T)
+
+
+def _taps(x_TC: Tensor, segments_T: Tensor, width: int) -> list[Tensor]:
+    """What each tap reads, the farthest first."""
+    return [_shifted(widen(x_TC), segments_T, width - 1 - w) for w in range(width)]
+
+
+def _sum_taps(taps: list[Tensor], weight_WC: Tensor) -> Tensor:
+    total_TC = taps[0] * weight_WC[0]
+    for tap_TC, weight_C in zip(taps[1:], weight_WC[1:], strict=True):
+        total_TC = total_TC + tap_TC * weight_C
+    return total_TC
+
+
+def _shifted(x_TC: Tensor, segments_T: Tensor, rows: int) -> Tensor:
+    """x[t - rows], zero where that is no row of the same document."""
+    if rows == 0:
+        return x_TC
+    here = torch.arange(len(x_TC), device=x_TC.device)
+    there = (here - rows).clamp(0, len(x_TC) - 1)
+    same = (there == here - rows) & (segments_T[there] == segments_T)
+    return torch.where(same[:, None], x_TC[there], 0)
+
+
+def _sum_rows(x_TC: Tensor) -> Tensor:
+    """Sum over rows, block by block: the walk down a whole column would miss the cache at every row. [C]"""
+    whole = len(x_TC) // SUM_ROWS * SUM_ROWS
+    total = x_TC[:whole].unflatten(0, (-1, SUM_ROWS)).sum(1).sum(0)
+    return total if whole == len(x_TC) else total + x_TC[whole:].sum(0)
