@@ -1,0 +1,102 @@
+"""What cannot run is refused before any process group exists: exit status 2 and one sentence that names the place and the way out."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from training import config, launch
+
+
+def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The lines that `train.py arguments` refuses with."""
+    with pytest.raises(SystemExit) as end:
+        launch.configure(arguments)
+    assert end.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    return err.splitlines()
+
+
+def manifest(folder: Path, *lines: str) -> str:
+    path = folder / "train.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+@pytest.mark.parametrize(("arguments", "pattern"), [
+    (["train.stepz=3"], r"Key 'stepz' not in 'TrainConfig' at train.stepz in train.stepz=3; every key .* configs/schema.py"),
+    (["train.steps=abc"], r"Value 'abc' of type 'str' could not be converted to Integer at train.steps"),
+    (["+experiment=nope"], r"Could not find 'experiment/nope' in \+experiment=nope"),
+    (["model=nope"], r"Could not find 'model/nope' in model=nope"),
+    (["run_dir=a=b"], r"the command line run_dir=a=b cannot be read: .*quote a value"),
+    (["+experiment=digits_ep2"], r"parallel.ep=2 needs .* type torchrun --nproc_per_node=2 train.py \+experiment=digits_ep2$"),
+    (["+experiment=nemotron_ep8", "data=digits", "model=nemotron3_tiny"],
+     r"type torchrun --nproc_per_node=8 train.py \+experiment=nemotron_ep8 data=digits model=nemotron3_tiny$"),
+    (["model.decoder.n_experts=7", "parallel.ep=1", "model.decoder.top_k=9"], r"model.decoder.top_k=9 is more than the 7 experts"),
+    (["data.tokenizer=/nowhere/tokenizer.json"], r"data.tokenizer: there is no file /nowhere/tokenizer.json"),
+    (["model.decoder.vocab_size=10"], r"model.decoder.vocab_size=10 is less than the \d+ tokens of data/speech/tokenizer.json"),
+    (["data=manifest", "data.tokenizer=data/speech/tokenizer.json", "data.manifest=/nowhere.jsonl"], r"/nowhere.jsonl"),
+    (["data.max_words=30"], r"data.max_words=30 words can exceed the largest row"),
+])
+def test_one_sentence(arguments: list[str], pattern: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = refusal(arguments, capsys)
+    assert line.startswith("error: ")
+    assert re.search(pattern, line), line
+    assert not dist.is_initialized() or dist.get_world_size() == 1
+
+
+def test_missing_keys_and_the_number_of_processes_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = refusal(["+experiment=nemotron_ep8"], capsys)
+    assert [line.split(" must be given")[0] for line in lines[:2]] == ["error: data.manifest", "error: data.tokenizer"]
+    assert lines[2].endswith("type torchrun --nproc_per_node=8 train.py +experiment=nemotron_ep8")
+    assert len(lines) == 3
+
+
+@pytest.mark.parametrize(("lines", "pattern"), [
+    (['{"audio_filename": "a.wav", "duration": 1.0, "text": "x"}'], r"line 1 of .*train.jsonl.*audio_filepath"),
+    (['{"audio_filepath": "a.wav", "duration": 1.0, "text": "x"}', "not json"], r"line 2 of .*train.jsonl"),
+    ([json.dumps({"audio_filepath": "a.wav", "duration": 1.0, "text": "  "})], r"line 1 of .*train.jsonl: text is empty"),
+    ([], r"train.jsonl"),
+])
+def test_manifests_are_read_before_the_start(lines: list[str], pattern: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = refusal(["data=manifest", "data.tokenizer=data/speech/tokenizer.json", f"data.manifest={manifest(tmp_path, *lines)}"], capsys)
+    assert re.search(pattern, line), line
+
+
+def test_a_nested_experiment_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra would put its values under the key experiment, where nobody reads them."""
+    for source in config.CONFIG_DIR.rglob("*.yaml"):
+        target = tmp_path / source.relative_to(config.CONFIG_DIR)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(source.read_text())
+    (tmp_path / "experiment" / "mine.yaml").write_text("train:\n  steps: 5\n")
+    monkeypatch.setattr(config, "CONFIG_DIR", tmp_path)
+    with pytest.raises(config.ConfigError, match="put '# @package _global_' into its first line"):
+        config.load(["+experiment=mine"])
+
+
+def test_shown_configuration_is_the_resolved_one() -> None:
+    shown = launch.show(["+experiment=nemotron_ep8", "--cfg", "job", "train.steps=7"])
+    assert re.search(r"^parallel:\n  ep: 8$", shown, re.MULTILINE)
+    assert re.search(r"^  steps: 7$", shown, re.MULTILINE)
+    assert "manifest: ???" in shown
+
+
+def test_published_size_of_nemotron() -> None:
+    """31.6 B parameters in all, 3.6 B active with the embedding (NVIDIA's model card of Nemotron 3 Nano); plus the encoder's."""
+    from model import decoder, fastconformer, params
+
+    cfg, _ = config.load(["+experiment=nemotron_ep8"])
+    assert params.count(decoder.spec(cfg.model.decoder)) == 31_577_937_344
+    assert params.count(fastconformer.spec(cfg.model.encoder)) == 810_984_448
+
+
+def test_an_earlier_run_is_set_aside(tmp_path: Path) -> None:
+    for _ in range(2):
+        (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+        launch.set_aside(tmp_path / "run")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run.old1", "run.old2"]
+    launch.set_aside(tmp_path / "run")
