@@ -1,0 +1,241 @@
+"""Packed attention: the reference against separate calls of PyTorch's attention, fast versions against the reference."""
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels import attention as module
+from kernels.attention import IMPLEMENTATIONS, attention
+
+N, G, H = 4, 2, 8
+LENGTHS = [1, 2, 3, 63, 64, 65, 100]
+FAST = [name for name in IMPLEMENTATIONS if name != "reference"]
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 1.5e-2}
+NAMES = ("out", "lse", "q", "k", "v")
+OPTIONS = [
+    pytest.param({}, id="causal"),
+    pytest.param({"causal": False}, id="both directions"),
+    pytest.param({"window": 1}, id="itself"),
+    pytest.param({"window": 10, "scale": 0.7}, id="window of 10"),
+    pytest.param({"window": 64, "causal": False}, id="window of 64, both directions"),
+    pytest.param({"window": 1000, "scale": -0.2}, id="window beyond the documents"),
+]
+
+
+def boundaries(lengths: list[int], padding: int) -> tuple[Tensor, Tensor]:
+    """cu_seqlens and segments."""
+    counts = torch.tensor([*lengths, padding])
+    cu_seqlens = torch.cat((counts.new_zeros(1), counts[:-1].cumsum(0)))
+    return cu_seqlens.int(), torch.arange(len(counts)).repeat_interleave(counts).int()
+
+
+def inputs(rows: int, heads: int = N, groups: int = G) -> list[Tensor]:
+    """q, k, v in fp64, of values that bf16 holds exactly."""
+    return [torch.randn(rows, n, H).bfloat16().double() for n in (heads, groups, groups)]
+
+
+def probes(rows: int, heads: int = N) -> tuple[Tensor, Tensor]:
+    """What the gradients of out and lse are."""
+    return torch.randn(rows, heads, H).bfloat16().double(), torch.randn(heads, rows).bfloat16().double()
+
+
+def results(rows: Sequence[Tensor], probe: tuple[Tensor, Tensor], lengths: list[int], padding: int, dtype: torch.dtype = torch.float64,
+            function=attention, **options) -> dict[str, Tensor]:
+    """Outputs and gradients; the logarithm of padding rows is checked and set to 0."""
+    cu_seqlens, segments = boundaries(lengths, padding)
+    q, k, v = (t.to(dtype).detach().clone().requires_grad_() for t in rows)
+    out, lse = function(q, k, v, cu_seqlens, segments_T=segments, **options)
+    real = segments < len(lengths)
+    assert bool((lse[:, ~real] == -torch.inf).all())
+    loss = (out * probe[0].to(out.dtype)).sum() + (lse * probe[1].to(lse.dtype))[:, real].sum()
+    grads = torch.autograd.grad(loss, (q, k, v))
+    return dict(zip(NAMES, (out.detach(), torch.where(real, lse.detach(), 0), *grads), strict=True))
+
+
+def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    for name in NAMES:
+        value, reference = got[name].double(), expected[name].double()
+        assert value.shape == reference.shape, name
+        assert float((value - reference).norm()) <= tolerance * float(reference.norm()), name
+
+
+def one_document(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, segments_T: Tensor, causal: bool = True,
+                 scale: float | None = None, window: int | None = None) -> tuple[Tensor, Tensor]:
+    """PyTorch's attention on a row that is a single document."""
+    i, j = torch.meshgrid(torch.arange(len(q)), torch.arange(len(q)), indexing="ij")
+    sees = torch.ones(len(q), len(q), dtype=torch.bool)
+    if causal:
+        sees &= j <= i
+    if window is not None:
+        sees &= (i - j < window) & (j - i < window)
+    q, k, v = q.transpose(0, 1), *(t.repeat_interleave(q.shape[1] // t.shape[1], 1).transpose(0, 1) for t in (k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=sees, scale=scale)
+    scores = q @ k.mT * (H**-0.5 if scale is None else scale)
+    return out.transpose(0, 1), torch.logsumexp(scores.masked_fill(~sees, -torch.inf), -1)
+
+
+def separate(rows: Sequence[Tensor], probe: tuple[Tensor, Tensor], lengths: list[int], padding: int, **options) -> dict[str, Tensor]:
+    """Every document by itself; zeros for padding."""
+    out, dlse = probe
+    expected = {name: torch.zeros_like(t) for name, t in zip(NAMES, (out, dlse, *rows), strict=True)}
+    start = 0
+    for length in lengths:
+        where = slice(start, start + length)
+        part = results([t[where] for t in rows], (out[where], dlse[:, where]), [length], 0, function=one_document, **options)
+        for name in NAMES:
+            expected[name][(slice(None), where) if name == "lse" else where] = part[name]
+        start += length
+    return expected
+
+
+ORDERS = [LENGTHS, LENGTHS[::-1], [64, 1, 100, 2, 65, 3, 63], [0, 140, 0, 0, 1, 0], [300]]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("lengths", ORDERS, ids=str)
+def test_reference_is_separate_calls(lengths, options):
+    padding = 5 if lengths != LENGTHS[::-1] else 0
+    rows, probe = inputs(sum(lengths) + padding), probes(sum(lengths) + padding)
+    expected = separate(rows, probe, lengths, padding, **options)
+    assert_close(results(rows, probe, lengths, padding, implementation="reference", **options), expected, 1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("implementation", FAST)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("lengths", ORDERS, ids=str)
+def test_fast_versions_match_the_reference(lengths, options, implementation, dtype):
+    padding = 5 if lengths != LENGTHS[::-1] else 0
+    rows, probe = inputs(sum(lengths) + padding), probes(sum(lengths) + padding)
+    expected = results(rows, probe, lengths, padding, implementation="reference", **options)
+    got = results(rows, probe, lengths, padding, dtype, implementation=implementation, **options)
+    assert_close(got, expected, TOLERANCE[dtype])
+    assert [got[name].dtype for name in ("out", "q", "k", "v")] == [dtype] * 4
+    assert got["lse"].dtype == torch.promote_types(dtype, torch.float32)
+
+
+@pytest.mark.parametrize("implementation", list(IMPLEMENTATIONS))
+@pytest.mark.parametrize("heads, groups", [(1, 1), (6, 6), (6, 3), (5, 1)])
+def test_heads_that_share_keys(heads, groups, implementation):
+    lengths, padding = [40, 31], 3
+    rows, probe = inputs(74, heads, groups), probes(74, heads)
+    got = results(rows, probe, lengths, padding, implementation=implementation)
+    assert_close(got, separate(rows, probe, lengths, padding), 1e-13)
+
+
+@pytest.mark.parametrize("implementation", FAST)
+def test_every_order_of_documents(implementation):
+    def run(documents: list[list[Tensor]]) -> tuple[Tensor, Tensor]:
+        cu_seqlens, segments = boundaries([len(q) for q, _, _ in documents], 0)
+        q, k, v = (torch.cat([document[i] for document in documents]) for i in range(3))
+        return attention(q, k, v, cu_seqlens, segments_T=segments, implementation=implementation)
+
+    documents = [inputs(n) for n in (3, 20, 66)]
+    alone = [run([document]) for document in documents]
+    for order in itertools.permutations(range(3)):
+        out, lse = run([documents[u] for u in order])
+        torch.testing.assert_close(out, torch.cat([alone[u][0] for u in order]), rtol=0, atol=1e-14)
+        torch.testing.assert_close(lse, torch.cat([alone[u][1] for u in order], 1), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("implementation", FAST)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_document_does_not_move_another_by_a_bit(dtype, implementation):
+    """Whatever it holds: numbers that are not finite stay where they are, those of padding too."""
+    lengths, padding = [30, 150, 40], 6
+    rows, probe = inputs(226), probes(226)
+    first = results(rows, probe, lengths, padding, dtype, implementation=implementation)
+    for changed in (slice(0, 30), slice(180, 220), slice(220, 226)):
+        other = [t.clone() for t in rows]
+        for t in other:
+            t[changed] = float("nan")
+        got = results(other, probe, lengths, padding, dtype, implementation=implementation)
+        for name in NAMES:
+            where = (slice(None), slice(30, 180)) if name == "lse" else slice(30, 180)
+            assert torch.equal(got[name][where], first[name][where]), name
+        if changed.start == 220:
+            assert all(torch.equal(got[name], first[name]) for name in NAMES)
+
+
+@pytest.mark.parametrize("implementation", list(IMPLEMENTATIONS))
+def test_padding_gets_zeros(implementation):
+    lengths, padding = [7, 140], 9
+    rows, probe = inputs(156), probes(156)
+    got = results(rows, probe, lengths, padding, torch.float32, implementation=implementation)
+    assert not any(got[name][147:].any() for name in NAMES if name != "lse")
+    assert all(bool(got[name][:147].abs().sum((1, 2)).gt(0).all()) for name in ("out", "v"))
+    nothing = results(inputs(5), probes(5), [0, 0], 5, torch.float32, implementation=implementation)
+    assert not any(t.any() for t in nothing.values())
+
+
+@pytest.mark.parametrize("implementation", list(IMPLEMENTATIONS))
+def test_large_scores(implementation):
+    """The softmax of scores of ± 10,000 is a choice, and its logarithm the chosen score."""
+    n = 140
+    q, k, v = inputs(n, 2, 1)
+    q, k = q.sign() * 100, k.sign() * 100
+    cu_seqlens, segments = boundaries([n], 0)
+    q, k, v = (t.float().requires_grad_() for t in (q, k, v))
+    out, lse = attention(q, k, v, cu_seqlens, segments_T=segments, scale=1.0, implementation=implementation)
+    scores = torch.einsum("inh,jgh->nij", q, k).masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -torch.inf)
+    best = scores == scores.amax(-1, keepdim=True)
+    torch.testing.assert_close(lse, scores.amax(-1) + best.sum(-1).log())
+    torch.testing.assert_close(out, torch.einsum("nij,jgh->inh", best / best.sum(-1, keepdim=True), v), rtol=1e-4, atol=1e-5)
+    assert all(bool(t.isfinite().all()) for t in torch.autograd.grad(out.sum() + lse.sum(), (q, k, v)))
+
+
+@pytest.mark.parametrize("implementation", FAST)
+def test_gradient_of_one_output_alone(implementation):
+    lengths, padding = [33, 140], 2
+    rows, probe = inputs(175), probes(175)
+    for alone in ((probe[0], probe[1] * 0), (probe[0] * 0, probe[1])):
+        expected = results(rows, alone, lengths, padding, implementation="reference")
+        q, k, v = (t.clone().requires_grad_() for t in rows)
+        cu_seqlens, segments = boundaries(lengths, padding)
+        out, lse = attention(q, k, v, cu_seqlens, segments_T=segments, implementation=implementation)
+        loss = (out * alone[0]).sum() if alone[0].any() else (lse * alone[1])[:, :173].sum()
+        grads = torch.autograd.grad(loss, (q, k, v), materialize_grads=True)
+        for name, value in zip(("q", "k", "v"), grads, strict=True):
+            torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("implementation", FAST)
+def test_inputs_with_strides(implementation):
+    """Heads first, or one tensor of q, k and v side by side."""
+    lengths, padding = [20, 135], 0
+    rows, probe = inputs(155), probes(155)
+    expected = results(rows, probe, lengths, padding, implementation="reference")
+    cu_seqlens, segments = boundaries(lengths, padding)
+    joint = torch.cat(rows, 1).requires_grad_()
+    side_by_side = joint.split((N, G, G), 1)
+    for q, k, v in (side_by_side, [t.transpose(0, 1).contiguous().transpose(0, 1) for t in side_by_side]):
+        out, lse = attention(q, k, v, cu_seqlens, segments_T=segments, implementation=implementation)
+        loss = (out.transpose(0, 1) * probe[0].transpose(0, 1)).sum() + (lse * probe[1]).sum()
+        grad = torch.autograd.grad(loss, joint, retain_graph=True)[0]
+        got = dict(zip(NAMES, (out.detach(), lse.detach(), *grad.split((N, G, G), 1)), strict=True))
+        assert_close(got, expected, 1e-13)
+
+
+def test_operator_passes_opcheck():
+    cu_seqlens, _ = boundaries([3, 0, 30], 4)
+    q, k, v = (t.float().requires_grad_() for t in inputs(37))
+    torch.library.opcheck(module.forward_op, (q, k, v, cu_seqlens, True, 0.3, None))
+    torch.library.opcheck(module.forward_op, (q.detach(), k.detach(), v.detach(), cu_seqlens, False, 0.3, 5))
+
+
+@pytest.mark.parametrize("implementation", FAST)
+def test_compiles_whole_and_once_for_any_boundaries(implementation):
+    def step(q, k, v, cu_seqlens, segments_T):
+        out, lse = attention(2 * q, k, v, cu_seqlens, segments_T=segments_T, implementation=implementation)
+        return out * 3, lse
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=False)
+    rows, probe = inputs(60), probes(60)
+    for lengths, padding in (([20, 31, 0], 9), ([1, 0, 58], 1)):
+        expected = results(rows, probe, lengths, padding, torch.float32, function=step)
+        with torch.compiler.set_stance("default" if padding == 9 else "fail_on_recompile"):
+            assert_close(results(rows, probe, lengths, padding, torch.float32, function=compiled), expected, 1e-6)
