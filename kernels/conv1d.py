@@ -1,4 +1,4 @@
-"""Causal depthwise convolution along a packed row, whose taps never reach into another document."""
+"""Depthwise convolution along a packed row, causal or centred, whose taps never reach into another document."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,26 +24,34 @@ def causal_conv1d(x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, segmen
     if activation not in ("silu", None):
         raise ValueError(f"activation of a causal convolution is 'silu' or None, not {activation!r}")
     run = IMPLEMENTATIONS["shifted" if implementation == "auto" else implementation]
-    return run(x_TC, weight_CW, bias_C, segments_T, activation)
+    return run(x_TC, weight_CW, bias_C, segments_T, activation, 0)
 
 
-def causal_conv1d_reference(x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, segments_T: Tensor, activation: str | None) -> Tensor:
-    """One convolution of the library a document."""
+def centred_conv1d(x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, segments_T: Tensor, *, implementation: str = "auto") -> Tensor:
+    """bias + sum over taps w of weight[:, w] x[t + w - W // 2], where both rows are of the same document; W is odd. [T, C]"""
+    run = IMPLEMENTATIONS["shifted" if implementation == "auto" else implementation]
+    return run(x_TC, weight_CW, bias_C, segments_T, None, weight_CW.shape[1] // 2)
+
+
+def causal_conv1d_reference(x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, segments_T: Tensor, activation: str | None,
+                            ahead: int = 0) -> Tensor:
+    """One convolution of the library a document; the last `ahead` taps read later rows."""
     channels, width = weight_CW.shape
     weight, bias = widen(weight_CW)[:, None], None if bias_C is None else widen(bias_C)
     pieces = []
     for x in widen(x_TC).split(torch.unique_consecutive(segments_T, return_counts=True)[1].tolist()):
-        pieces.append(F.conv1d(F.pad(x.T, (width - 1, 0)), weight, bias, groups=channels).T)
+        pieces.append(F.conv1d(F.pad(x.T, (width - 1 - ahead, ahead)), weight, bias, groups=channels).T)
     z_TC = torch.cat(pieces)
     return (F.silu(z_TC) if activation == "silu" else z_TC).to(x_TC.dtype)
 
 
-def _causal_conv1d_shifted(x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, segments_T: Tensor, activation: str | None) -> Tensor:
+def _causal_conv1d_shifted(x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, segments_T: Tensor, activation: str | None,
+                           ahead: int = 0) -> Tensor:
     bias_C = weight_CW.new_zeros(len(weight_CW)) if bias_C is None else bias_C
-    return _Shifted.apply(x_TC, weight_CW, bias_C, segments_T, activation)
+    return _Shifted.apply(x_TC, weight_CW, bias_C, segments_T, activation, ahead)
 
 
-IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor | None, Tensor, str | None], Tensor]] = {
+IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor | None, Tensor, str | None, int], Tensor]] = {
     "reference": causal_conv1d_reference, "shifted": _causal_conv1d_shifted}
 
 
@@ -51,17 +59,18 @@ class _Shifted(torch.autograd.Function):
     """Sum of shifted rows, compiled to one pass forward and two backward; the backward computes the convolution again."""
 
     @staticmethod
-    def forward(ctx: Any, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor, segments_T: Tensor, activation: str | None) -> Tensor:
+    def forward(ctx: Any, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor, segments_T: Tensor, activation: str | None,
+                ahead: int) -> Tensor:
         ctx.save_for_backward(x_TC, weight_CW, bias_C, segments_T)
-        ctx.activation = activation
-        z_TC = _sum_taps(_taps(x_TC, segments_T, weight_CW.shape[1]), _contiguous_taps(weight_CW)) + widen(bias_C)
+        ctx.activation, ctx.ahead = activation, ahead
+        z_TC = _sum_taps(_taps(x_TC, segments_T, weight_CW.shape[1], ahead), _contiguous_taps(weight_CW)) + widen(bias_C)
         return (F.silu(z_TC) if activation == "silu" else z_TC).to(x_TC.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_TC: Tensor) -> Any:
         x_TC, weight_CW, bias_C, segments_T = ctx.saved_tensors
         weight_WC, width = _contiguous_taps(weight_CW), weight_CW.shape[1]
-        taps = _taps(x_TC, segments_T, width)
+        taps = _taps(x_TC, segments_T, width, ctx.ahead)
         dz_TC = widen(grad_TC)
         if ctx.activation == "silu":
             z_TC = _sum_taps(taps, weight_WC) + widen(bias_C)
@@ -70,8 +79,8 @@ class _Shifted(torch.autograd.Function):
         dweight_CW = torch.stack([_sum_rows(dz_TC * tap_TC) for tap_TC in taps], 1)
         dbias_C = _sum_rows(dz_TC)
         dz_TC = stored(dz_TC)
-        dx_TC = _sum_taps([_shifted(dz_TC, segments_T, w - width + 1) for w in range(width)], weight_WC)
-        return dx_TC.to(x_TC.dtype), dweight_CW.to(weight_CW.dtype), dbias_C.to(bias_C.dtype), None, None
+        dx_TC = _sum_taps([_shifted(dz_TC, segments_T, w - width + 1 + ctx.ahead) for w in range(width)], weight_WC)
+        return dx_TC.to(x_TC.dtype), dweight_CW.to(weight_CW.dtype), dbias_C.to(bias_C.dtype), None, None, None
 
 
 def _contiguous_taps(weight_CW: Tensor) -> Tensor:
@@ -79,9 +88,9 @@ def _contiguous_taps(weight_CW: Tensor) -> Tensor:
     return stored(widen(weight_CW).T)
 
 
-def _taps(x_TC: Tensor, segments_T: Tensor, width: int) -> list[Tensor]:
-    """What each tap reads, the farthest first."""
-    return [_shifted(widen(x_TC), segments_T, width - 1 - w) for w in range(width)]
+def _taps(x_TC: Tensor, segments_T: Tensor, width: int, ahead: int) -> list[Tensor]:
+    """What each tap reads, the earliest row first."""
+    return [_shifted(widen(x_TC), segments_T, width - 1 - w - ahead) for w in range(width)]
 
 
 def _sum_taps(taps: list[Tensor], weight_WC: Tensor) -> Tensor:

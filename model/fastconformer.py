@@ -1,0 +1,185 @@
+"""FastConformer encoder (NeMo's definition) over the flat audio row: three masked stride-2 convolutions, then Conformer layers.
+
+Every utterance gets what it would get alone: frames between utterances are masked before each convolution along time, convolution
+taps and attention stay within an utterance. Parameters have NeMo's names and shapes, so that loading a checkpoint is a rename.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from configs.schema import EncoderConfig
+from kernels.conv1d import centred_conv1d
+from kernels.depthwise_stride2 import depthwise_stride2
+from kernels.linear import linear
+from kernels.relative_attention import relative_attention
+from model.audio_row import valid_slots
+from model.context import Context
+from model.lengths import mel_frames
+from model.mel import MEL_PER_FRAME
+from model.norm import layer_norm
+from model.params import P
+
+_NORM_EPS = 1e-5
+_MOMENTUM = 0.1  # of the running statistics
+_HALVINGS = int(math.log2(MEL_PER_FRAME))  # stride-2 convolutions
+
+Weights = dict[str, Any]
+Stats = dict[str, Tensor]
+
+
+def spec(cfg: EncoderConfig) -> dict[str, Any]:
+    return {"subsampling": subsampling_spec(cfg), "layers": [layer_spec(cfg) for _ in range(cfg.n_layers)]}
+
+
+def subsampling_spec(cfg: EncoderConfig) -> dict[str, Any]:
+    width, mel = cfg.subsampling_channels, cfg.mel_bins
+    for _ in range(_HALVINGS):
+        mel = (mel - 1) // 2 + 1
+    conv = {"0": _affine(("channels", "one", "taps", "taps"), (width, 1, 3, 3))}
+    for depthwise, pointwise in (("2", "3"), ("5", "6")):
+        conv[depthwise] = _affine(("channels", "one", "taps", "taps"), (width, 1, 3, 3))
+        conv[pointwise] = _affine(("channels", "channels_in", "one", "one"), (width, width, 1, 1))
+    return {"conv": conv, "out": _affine(("embed", "channels_mel"), (cfg.d_model, width * mel))}
+
+
+def subsample(w: Weights, mel: Tensor, ctx: Context) -> Tensor:
+    """Log-mel [8 * A, M] -> frames [A, D] in the compute dtype."""
+    conv = w["conv"]
+    x = _stride2(conv["0"], mel.to(ctx.dtype)[:, :, None], 0, ctx)
+    x = _linear(conv["3"], _stride2(conv["2"], x, 1, ctx))
+    x = _linear(conv["6"], _stride2(conv["5"], x, 2, ctx))
+    x_AD = _linear(w["out"], torch.relu(x.transpose(1, 2).flatten(1)))  # the weight counts mel bins fastest, then channels
+    return x_AD * math.sqrt(ctx.encoder.d_model) if ctx.encoder.xscaling else x_AD
+
+
+def _stride2(w: Weights, x: Tensor, level: int, ctx: Context) -> Tensor:
+    """Convolution of [frames, mel, channels] that halves frames and mel bins; rectifies all but the features themselves."""
+    lengths_U = mel_frames(ctx.audio_samples_U)
+    for _ in range(level):
+        lengths_U = (lengths_U - 1) // 2 + 1
+    real = valid_slots(lengths_U, MEL_PER_FRAME >> level, ctx)  # frames outside utterances enter as zeros
+    return depthwise_stride2(x, real, w["weight"], w["bias"], rectify=level > 0)
+
+
+def layer_spec(cfg: EncoderConfig) -> dict[str, Any]:
+    norms = ("norm_feed_forward1", "norm_self_att", "norm_conv", "norm_feed_forward2", "norm_out")
+    return {name: _norm_spec(cfg.d_model, "embed") for name in norms} | {
+        "feed_forward1": _feed_forward_spec(cfg), "self_attn": _attention_spec(cfg),
+        "conv": _convolution_spec(cfg), "feed_forward2": _feed_forward_spec(cfg)}
+
+
+def forward(w: Weights, x_AD: Tensor, ctx: Context) -> tuple[Tensor, Stats]:
+    """One Conformer layer; stats are sums over the valid frames of the row (see update)."""
+    x_AD = x_AD + 0.5 * _feed_forward(w["feed_forward1"], _norm(w["norm_feed_forward1"], x_AD))
+    x_AD = x_AD + _attention(w["self_attn"], _norm(w["norm_self_att"], x_AD), ctx)
+    mixed, stats = _convolution(w["conv"], _norm(w["norm_conv"], x_AD), ctx)
+    x_AD = x_AD + mixed
+    x_AD = x_AD + 0.5 * _feed_forward(w["feed_forward2"], _norm(w["norm_feed_forward2"], x_AD))
+    return _norm(w["norm_out"], x_AD), stats
+
+
+def _norm_spec(width: int, axis: str) -> dict[str, P]:
+    return {"weight": P((width,), (axis,), "ones"), "bias": P((width,), (axis,), "zeros")}
+
+
+def _norm(w: Weights, x_AD: Tensor) -> Tensor:
+    return layer_norm(x_AD, w["weight"], w["bias"], _NORM_EPS)
+
+
+def _affine(axes: tuple[str, ...], shape: tuple[int, ...], bias: bool = True) -> dict[str, P]:
+    """Weight and bias of a linear or convolution layer; the weight has the variance of PyTorch's default initialisation."""
+    std = 1 / math.sqrt(3 * math.prod(shape[1:]))
+    return {"weight": P(shape, axes, std=std)} | ({"bias": P(shape[:1], axes[:1], "zeros")} if bias else {})
+
+
+def _linear(w: Weights, x: Tensor) -> Tensor:
+    return linear(x, w["weight"].flatten(1), w.get("bias"))
+
+
+def _feed_forward_spec(cfg: EncoderConfig) -> dict[str, Any]:
+    ffn = cfg.d_model * cfg.ff_expansion
+    return {"linear1": _affine(("ffn", "embed"), (ffn, cfg.d_model), cfg.bias),
+            "linear2": _affine(("embed", "ffn"), (cfg.d_model, ffn), cfg.bias)}
+
+
+def _feed_forward(w: Weights, x_AD: Tensor) -> Tensor:
+    return _linear(w["linear2"], F.silu(_linear(w["linear1"], x_AD)))
+
+
+def _attention_spec(cfg: EncoderConfig) -> dict[str, Any]:
+    d_model, heads = cfg.d_model, cfg.n_heads
+    projections = {f"linear_{name}": _affine(("heads", "embed"), (d_model, d_model), cfg.bias) for name in "qkv"}
+    biases = {name: P((heads, d_model // heads), ("heads", "head_dim"), "zeros") for name in ("pos_bias_u", "pos_bias_v")}
+    return projections | biases | {
+        "linear_out": _affine(("embed", "heads"), (d_model, d_model), cfg.bias),
+        "linear_pos": _affine(("heads", "embed"), (d_model, d_model), bias=False)}
+
+
+def _attention(w: Weights, x_AD: Tensor, ctx: Context) -> Tensor:
+    heads = (ctx.encoder.n_heads, -1)
+    q, k, v = (_linear(w[f"linear_{name}"], x_AD).unflatten(1, heads) for name in "qkv")
+    positions = relative_positions(ctx.utterance_frames, ctx.encoder.d_model, x_AD.device).to(ctx.dtype)
+    table = _linear(w["linear_pos"], positions).unflatten(1, heads)
+    mixed = relative_attention(q, k, v, table, w["pos_bias_u"], w["pos_bias_v"], ctx.audio_starts_U, ctx.audio_lengths_U,
+                               ctx.audio_segments_A, ctx.audio_positions_A, ctx.utterance_frames)
+    return _linear(w["linear_out"], mixed.flatten(1))
+
+
+def relative_positions(frames: int, d_model: int, device: torch.device) -> Tensor:
+    """fp32 [2 * frames - 1, D]: sine (even columns) and cosine (odd) of the distances frames - 1, ..., -(frames - 1)."""
+    distances = torch.arange(frames - 1, -frames, -1, dtype=torch.float32, device=device)
+    frequencies = torch.exp(torch.arange(0, d_model, 2, dtype=torch.float32, device=device) * (-math.log(10000.0) / d_model))
+    angles = distances[:, None] * frequencies
+    return torch.stack((angles.sin(), angles.cos()), -1).flatten(1)
+
+
+def _convolution_spec(cfg: EncoderConfig) -> dict[str, Any]:
+    d_model = cfg.d_model
+    norm = _norm_spec(d_model, "channels")
+    if cfg.conv_norm == "batch_norm":
+        norm |= {"running_mean": P((d_model,), ("channels",), "zeros", kind="buffer"),
+                 "running_var": P((d_model,), ("channels",), "ones", kind="buffer")}
+    return {"pointwise_conv1": _affine(("channels", "embed", "one"), (2 * d_model, d_model, 1), cfg.bias),
+            "depthwise_conv": _affine(("channels", "one", "taps"), (d_model, 1, cfg.conv_kernel), cfg.bias),
+            "batch_norm": norm,  # NeMo's name, also for a layer norm
+            "pointwise_conv2": _affine(("embed", "channels", "one"), (d_model, d_model, 1), cfg.bias)}
+
+
+def _convolution(w: Weights, x_AD: Tensor, ctx: Context) -> tuple[Tensor, Stats]:
+    real = valid_slots(ctx.audio_lengths_U, 1, ctx)[:, None]
+    gated = F.glu(_linear(w["pointwise_conv1"], x_AD), -1)
+    taps = w["depthwise_conv"]
+    mixed = centred_conv1d(torch.where(real, gated, 0), taps["weight"].squeeze(1), taps.get("bias"), ctx.audio_segments_A)
+    if ctx.encoder.conv_norm == "batch_norm":
+        mixed, stats = _batch_norm(w["batch_norm"], mixed, real, ctx)
+    else:
+        mixed, stats = _norm(w["batch_norm"], mixed), {}
+    return _linear(w["pointwise_conv2"], F.silu(mixed)), stats
+
+
+def _batch_norm(w: Weights, x_AD: Tensor, real: Tensor, ctx: Context) -> tuple[Tensor, Stats]:
+    """Per-channel normalisation in fp32, in training by the statistics of the row's valid frames."""
+    wide = x_AD.to(torch.promote_types(x_AD.dtype, torch.float32))
+    stats: Stats = {}
+    if ctx.training and not ctx.encoder.freeze_batch_norm:
+        frames = real.sum().to(wide.dtype)
+        mean = torch.where(real, wide, 0).sum(0) / frames.clamp(min=1)
+        var = torch.where(real, wide - mean, 0).square().sum(0) / frames.clamp(min=1)
+        stats = {"frames": frames, "sum": (frames * mean).detach(), "square_sum": (frames * (var + mean.square())).detach()}
+    else:
+        mean, var = w["running_mean"], w["running_var"]
+    scale = w["weight"].to(wide.dtype) * torch.rsqrt(var + _NORM_EPS)
+    return ((wide - mean) * scale + w["bias"].to(wide.dtype)).to(x_AD.dtype), stats
+
+
+def update(buffers: dict[str, Tensor], stats: Stats, cfg: EncoderConfig) -> dict[str, Tensor]:
+    """Running statistics after a step with these sums, as torch's BatchNorm: an unbiased variance; unchanged without frames."""
+    frames = stats["frames"]
+    mean = stats["sum"] / frames.clamp(min=1)
+    var = (stats["square_sum"] - frames * mean.square()).clamp(min=0) / (frames - 1).clamp(min=1)
+    new = {"conv.batch_norm.running_mean": mean, "conv.batch_norm.running_var": var}
+    return {name: torch.where(frames > 1, old.lerp(new[name], _MOMENTUM), old) for name, old in buffers.items()}
