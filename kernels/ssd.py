@@ -68,11 +68,12 @@ def _ssd_chunked(x_TNH: Tensor, dt_TN: Tensor, a_N: Tensor, b_TGS: Tensor, c_TGS
     last_L = segments_LQ[:, -1]
     previous_L = torch.cat((last_L[:1], last_L[:-1]))  # document of the state that enters the chunk; the first is zero anyhow
 
+    # log of the decay up to and including token q since its document or the chunk starts: other documents must not even enter its rounding
+    sees_LQQ = (segments_LQ[:, :, None] == segments_LQ[:, None, :]).tril()
     log_LGRQ = dt_LGRQ * a_N.unflatten(0, (groups, -1))[..., None]
-    sum_QQ = torch.ones(chunk, chunk, dtype=log_LGRQ.dtype, device=log_LGRQ.device).triu()
-    cum_LGRQ = (log_LGRQ.flatten(0, 2) @ sum_QQ).view_as(log_LGRQ)  # log of the decay from the chunk's start to after token q
+    cum_LGRQ = (log_LGRQ.flatten(1, 2) @ sees_LQQ.mT.to(log_LGRQ.dtype)).view_as(log_LGRQ)
     u_LGRQH = x_LGRQH * dt_LGRQ[..., None]
-    y_LGRQH = _Within.apply(c_LGQS @ b_LGQS.mT, cum_LGRQ, u_LGRQH.to(x_TNH.dtype), segments_LQ)
+    y_LGRQH = _Within.apply(c_LGQS @ b_LGQS.mT, cum_LGRQ, u_LGRQH.to(x_TNH.dtype), sees_LQQ)
 
     to_end_LGRQ = _exp_where((segments_LQ == last_L[:, None])[:, None, None], cum_LGRQ[..., -1:] - cum_LGRQ)
     weighted_LGQX = (u_LGRQH * to_end_LGRQ[..., None]).to(x_TNH.dtype).transpose(2, 3).flatten(3)
@@ -106,24 +107,23 @@ class _Within(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, scores_LGQQ: Tensor, cum_LGRQ: Tensor, u_LGRQH: Tensor, segments_LQ: Tensor) -> Tensor:
-        mix_LGRQQ = (scores_LGQQ[:, :, None] * _pair_decay(cum_LGRQ, segments_LQ)).to(u_LGRQH.dtype)
-        ctx.save_for_backward(mix_LGRQQ, cum_LGRQ, u_LGRQH, segments_LQ)
+    def forward(ctx: Any, scores_LGQQ: Tensor, cum_LGRQ: Tensor, u_LGRQH: Tensor, sees_LQQ: Tensor) -> Tensor:
+        mix_LGRQQ = (scores_LGQQ[:, :, None] * _pair_decay(cum_LGRQ, sees_LQQ)).to(u_LGRQH.dtype)
+        ctx.save_for_backward(mix_LGRQQ, cum_LGRQ, u_LGRQH, sees_LQQ)
         return mix_LGRQQ @ u_LGRQH
 
     @staticmethod
     def backward(ctx: Any, grad_LGRQH: Tensor) -> Any:
-        mix_LGRQQ, cum_LGRQ, u_LGRQH, segments_LQ = ctx.saved_tensors
+        mix_LGRQQ, cum_LGRQ, u_LGRQH, sees_LQQ = ctx.saved_tensors
         dmix_LGRQQ = grad_LGRQH @ stored(u_LGRQH).mT
-        dscores_LGQQ = (dmix_LGRQQ * _pair_decay(cum_LGRQ, segments_LQ)).sum(2)
+        dscores_LGQQ = (dmix_LGRQQ * _pair_decay(cum_LGRQ, sees_LQQ)).sum(2)
         dlog_LGRQQ = widen(dmix_LGRQQ) * mix_LGRQQ
         dcum_LGRQ = dlog_LGRQQ.sum(-1) - dlog_LGRQQ.sum(-2)
         return dscores_LGQQ.to(u_LGRQH.dtype), dcum_LGRQ, mix_LGRQQ.mT @ grad_LGRQH, None
 
 
-def _pair_decay(cum_LGRQ: Tensor, segments_LQ: Tensor) -> Tensor:
-    """exp(cum_i - cum_j) where token j is not after token i and of its document, else 0. [L, G, R, Q, Q]"""
-    sees_LQQ = (segments_LQ[:, :, None] == segments_LQ[:, None, :]).tril()
+def _pair_decay(cum_LGRQ: Tensor, sees_LQQ: Tensor) -> Tensor:
+    """Decay from token j to token i where i sees j, else 0. [L, G, R, Q, Q]"""
     return _exp_where(sees_LQQ[:, None, None], cum_LGRQ[..., :, None] - cum_LGRQ[..., None, :])
 
 
