@@ -33,8 +33,8 @@ def centred_conv1d(x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, segme
     return run(x_TC, weight_CW, bias_C, segments_T, None, weight_CW.shape[1] // 2)
 
 
-def causal_conv1d_reference(x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, segments_T: Tensor, activation: str | None,
-                            ahead: int = 0) -> Tensor:
+def conv1d_reference(x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, segments_T: Tensor, activation: str | None,
+                     ahead: int) -> Tensor:
     """One convolution of the library a document; the last `ahead` taps read later rows."""
     channels, width = weight_CW.shape
     weight, bias = widen(weight_CW)[:, None], None if bias_C is None else widen(bias_C)
@@ -45,14 +45,14 @@ def causal_conv1d_reference(x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | No
     return (F.silu(z_TC) if activation == "silu" else z_TC).to(x_TC.dtype)
 
 
-def _causal_conv1d_shifted(x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, segments_T: Tensor, activation: str | None,
-                           ahead: int = 0) -> Tensor:
+def _conv1d_shifted(x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, segments_T: Tensor, activation: str | None,
+                    ahead: int) -> Tensor:
     bias_C = weight_CW.new_zeros(len(weight_CW)) if bias_C is None else bias_C
     return _Shifted.apply(x_TC, weight_CW, bias_C, segments_T, activation, ahead)
 
 
 IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor | None, Tensor, str | None, int], Tensor]] = {
-    "reference": causal_conv1d_reference, "shifted": _causal_conv1d_shifted}
+    "reference": conv1d_reference, "shifted": _conv1d_shifted}
 
 
 class _Shifted(torch.autograd.Function):

@@ -55,7 +55,7 @@ def results(function: Callable[..., Tensor], arguments: Inputs, probe: Tensor, d
 
 def packed(lengths: list[int], **options) -> Callable[..., Tensor]:
     documents, options = segments(lengths), OPTIONS | options
-    return lambda *leaves: ssd(*leaves[:6], documents, dt_bias_N=leaves[6], **options)
+    return lambda x, dt, a, b, c, d, dt_bias: ssd(x, dt, a, b, c, d, documents, dt_bias_N=dt_bias, **options)
 
 
 def separate(lengths: list[int]) -> Callable[..., Tensor]:
