@@ -4,6 +4,7 @@ States of an utterance with labels l1 ... ln are blank, l1, blank, l2, ..., ln, 
 the size of the vocabulary plays no part, and nothing depends on a length that the host would have to know.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from kernels.activation import widen
 
 
-def ctc_loss(label_scores_ULS: Tensor, blank_scores_UL: Tensor, labels_US: Tensor, lengths_U: Tensor, label_lengths_U: Tensor,
+def ctc_loss(label_scores_ULS: Tensor, blank_scores_UL: Tensor, labels_US: Tensor, lengths_U: Tensor, label_lengths_U: Tensor, *,
              implementation: str = "auto") -> Tensor:
     """Losses [U]; zero and without gradient where no alignment exists (too few frames for the labels).
 
@@ -21,6 +22,7 @@ def ctc_loss(label_scores_ULS: Tensor, blank_scores_UL: Tensor, labels_US: Tenso
     :param labels_US: which label it is; only whether neighbours are equal matters
     :param lengths_U: frames of each utterance, at most L
     :param label_lengths_U: labels of each utterance, at most S
+    :param implementation: auto | a key of IMPLEMENTATIONS
     """
     run = IMPLEMENTATIONS["scan" if implementation == "auto" else implementation]
     return run(label_scores_ULS, blank_scores_UL, labels_US, lengths_U, label_lengths_U)
@@ -33,7 +35,7 @@ def ctc_loss_reference(label_scores_ULS: Tensor, blank_scores_UL: Tensor, labels
     for u, (length, count) in enumerate(zip(lengths_U.tolist(), label_lengths_U.tolist(), strict=True)):
         emitted = blank_scores_UL[u, :length, None].repeat(1, 2 * count + 1)
         emitted[:, 1::2] = label_scores_ULS[u, :length, :count]
-        moves = torch.eye(2 * count + 1, dtype=emitted.dtype) + torch.eye(2 * count + 1, dtype=emitted.dtype).roll(1, 1).triu()
+        moves = torch.ones(2 * count + 1, 2 * count + 1, dtype=emitted.dtype).triu().tril(1)  # stay or go to the next state
         for k in range(1, count):
             moves[2 * k - 1, 2 * k + 1] = float(labels_US[u, k] != labels_US[u, k - 1])
         states = torch.zeros(2 * count + 1, dtype=emitted.dtype)
@@ -52,7 +54,7 @@ def _scan(label_scores_ULS: Tensor, blank_scores_UL: Tensor, labels_US: Tensor, 
     return ctc(widen(label_scores_ULS), widen(blank_scores_UL), labels_US, lengths_U, label_lengths_U)[0]
 
 
-IMPLEMENTATIONS = {"reference": ctc_loss_reference, "scan": _scan}
+IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]] = {"reference": ctc_loss_reference, "scan": _scan}
 
 
 @torch.library.custom_op("reedling::ctc", mutates_args=())

@@ -1,40 +1,47 @@
 """Utterances of a flat row side by side, and back: [A, ...] <-> [U, L, ...].
 
-Utterance u owns the flat frames starts_U[u] : + lengths_U[u]; segments_A and positions_A say for each flat frame which utterance's
-place it is in (U beyond the last) and how far within it. Both directions are gathers, also backward: no scatter, no atomics.
+Both directions are gathers, also backward: no scatter, no atomics.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
-def pad(x_A: Tensor, starts_U: Tensor, lengths_U: Tensor, segments_A: Tensor, positions_A: Tensor, frames: int) -> Tensor:
-    """[A, ...] -> [U, frames, ...], zeros beyond each utterance's length."""
-    padded, flat = _padded(starts_U, lengths_U, segments_A, frames), _flat(lengths_U, segments_A, positions_A, frames)
-    return _Gather.apply(x_A, *padded, *flat).unflatten(0, (-1, frames))
+class Layout(NamedTuple):
+    """Where the utterances of a flat row are: utterance u owns the frames starts_U[u] : + lengths_U[u]."""
+
+    starts_U: Tensor
+    lengths_U: Tensor  # 0: unused
+    segments_A: Tensor  # the utterance in whose place a frame is, U beyond the last
+    positions_A: Tensor  # number of the frame within that place
+    frames: int  # L; no utterance is longer
 
 
-def unpad(x_UL: Tensor, starts_U: Tensor, lengths_U: Tensor, segments_A: Tensor, positions_A: Tensor) -> Tensor:
-    """[U, frames, ...] -> [A, ...], zeros outside utterances; the inverse of pad."""
-    frames = x_UL.shape[1]
-    padded, flat = _padded(starts_U, lengths_U, segments_A, frames), _flat(lengths_U, segments_A, positions_A, frames)
-    return _Gather.apply(x_UL.flatten(0, 1), *flat, *padded)
+def pad(x_A: Tensor, layout: Layout) -> Tensor:
+    """[A, ...] -> [U, L, ...], zeros beyond each utterance's length."""
+    return _Gather.apply(x_A, *_padded(layout), *_flat(layout)).unflatten(0, (-1, layout.frames))
 
 
-def _padded(starts_U: Tensor, lengths_U: Tensor, segments_A: Tensor, frames: int) -> tuple[Tensor, Tensor]:
-    """Flat frame of each padded slot [U * frames], and whether there is one."""
-    position = torch.arange(frames, device=starts_U.device)
-    frame = (starts_U[:, None] + position).clamp(max=segments_A.shape[0] - 1)
-    return frame.flatten(), (position < lengths_U[:, None]).flatten()
+def unpad(x_UL: Tensor, layout: Layout) -> Tensor:
+    """[U, L, ...] -> [A, ...], zeros outside utterances; the inverse of pad."""
+    return _Gather.apply(x_UL.flatten(0, 1), *_flat(layout), *_padded(layout))
 
 
-def _flat(lengths_U: Tensor, segments_A: Tensor, positions_A: Tensor, frames: int) -> tuple[Tensor, Tensor]:
+def _padded(layout: Layout) -> tuple[Tensor, Tensor]:
+    """Flat frame of each padded slot [U * L], and whether there is one."""
+    position = torch.arange(layout.frames, device=layout.starts_U.device)
+    frame = (layout.starts_U[:, None] + position).clamp(max=layout.segments_A.shape[0] - 1)
+    return frame.flatten(), (position < layout.lengths_U[:, None]).flatten()
+
+
+def _flat(layout: Layout) -> tuple[Tensor, Tensor]:
     """Padded slot of each flat frame [A], and whether there is one."""
-    utterance = segments_A.clamp(max=lengths_U.shape[0] - 1)
-    exists = (segments_A < lengths_U.shape[0]) & (positions_A < lengths_U[utterance])
-    return utterance * frames + positions_A.clamp(max=frames - 1), exists
+    utterances = layout.lengths_U.shape[0]
+    utterance = layout.segments_A.clamp(max=utterances - 1)
+    exists = (layout.segments_A < utterances) & (layout.positions_A < layout.lengths_U[utterance])
+    return utterance * layout.frames + layout.positions_A.clamp(max=layout.frames - 1), exists
 
 
 class _Gather(torch.autograd.Function):

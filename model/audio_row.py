@@ -1,9 +1,9 @@
-"""Slots of the flat audio row: where each is within its utterance, which are real, and utterances side by side."""
+"""Slots of the flat audio row, at any number a frame: where each is within its utterance, and which are real."""
 
 import torch
 from torch import Tensor
 
-from kernels import ragged
+from kernels.ragged import Layout
 from model.context import Context
 
 
@@ -24,6 +24,6 @@ def valid_slots(lengths_U: Tensor, rate: int, ctx: Context) -> Tensor:
     return slot_positions(rate, ctx) < spread(lengths_U, rate, ctx)
 
 
-def pad_frames(x_A: Tensor, ctx: Context) -> Tensor:
-    """[A, ...] -> [U, ctx.utterance_frames, ...], zeros beyond each utterance's length."""
-    return ragged.pad(x_A, ctx.audio_starts_U, ctx.audio_lengths_U, ctx.audio_segments_A, ctx.audio_positions_A, ctx.utterance_frames)
+def layout(ctx: Context) -> Layout:
+    """Where the utterances' encoder frames are."""
+    return Layout(ctx.audio_starts_U, ctx.audio_lengths_U, ctx.audio_segments_A, ctx.audio_positions_A, ctx.utterance_frames)

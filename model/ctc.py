@@ -6,7 +6,8 @@ from torch import Tensor
 from kernels.activation import widen
 from kernels.ctc_loss import ctc_loss
 from kernels.linear import linear
-from model.audio_row import pad_frames
+from kernels.ragged import pad
+from model.audio_row import layout
 from model.context import Context
 from model.params import P, Tree
 
@@ -23,7 +24,7 @@ def loss(w: Tree, x_AD: Tensor, labels_UL: Tensor, label_lengths_U: Tensor, ctx:
     logits_AV = _logits(w, x_AD)
     labels_AL = labels_UL[ctx.audio_segments_A.clamp(max=labels_UL.shape[0] - 1)]
     scores = torch.cat((logits_AV.gather(1, labels_AL), logits_AV[:, -1:]), 1) - logits_AV.logsumexp(1, keepdim=True)
-    padded = pad_frames(scores, ctx)
+    padded = pad(scores, layout(ctx))
     return ctc_loss(padded[:, :, :-1], padded[:, :, -1], labels_UL, ctx.audio_lengths_U, label_lengths_U).sum()
 
 

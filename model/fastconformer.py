@@ -16,7 +16,7 @@ from kernels.conv1d import centred_conv1d
 from kernels.depthwise_stride2 import depthwise_stride2
 from kernels.linear import linear
 from kernels.relative_attention import relative_attention
-from model.audio_row import valid_slots
+from model.audio_row import layout, valid_slots
 from model.context import Context
 from model.lengths import mel_frames
 from model.mel import MEL_PER_FRAME
@@ -124,8 +124,7 @@ def _attention(w: Weights, x_AD: Tensor, ctx: Context) -> Tensor:
     q, k, v = (_linear(w[f"linear_{name}"], x_AD).unflatten(1, heads) for name in "qkv")
     positions = relative_positions(ctx.utterance_frames, ctx.encoder.d_model, x_AD.device).to(ctx.dtype)
     table = _linear(w["linear_pos"], positions).unflatten(1, heads)
-    mixed = relative_attention(q, k, v, table, w["pos_bias_u"], w["pos_bias_v"], ctx.audio_starts_U, ctx.audio_lengths_U,
-                               ctx.audio_segments_A, ctx.audio_positions_A, ctx.utterance_frames)
+    mixed = relative_attention(q, k, v, table, w["pos_bias_u"], w["pos_bias_v"], layout(ctx))
     return _linear(w["linear_out"], mixed.flatten(1))
 
 

@@ -70,7 +70,7 @@ def _normalise(mel: Tensor, ctx: Context) -> Tensor:
     centred = torch.where(real, mel - spread(mean.float(), MEL_PER_FRAME, ctx), 0.0)
     # Unbiased; an utterance of one frame has no deviation, and becomes zeros.
     variance = _utterance_sums(centred.square(), ctx) / (lengths_U - 1).clamp(min=1)[:, None]
-    return centred / spread((variance.sqrt() + _STD_GUARD).float(), MEL_PER_FRAME, ctx)
+    return centred * spread((1 / (variance.sqrt() + _STD_GUARD)).float(), MEL_PER_FRAME, ctx)
 
 
 def _utterance_sums(x: Tensor, ctx: Context) -> Tensor:
