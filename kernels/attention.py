@@ -26,9 +26,10 @@ def attention(q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor, cu_seqlens_U1: Tensor
     :param window: row i sees the rows with |i - j| < window
     :param implementation: auto | a key of IMPLEMENTATIONS
     """
-    run = IMPLEMENTATIONS["blocks" if implementation == "auto" else implementation]
+    if implementation == "auto":
+        implementation = "blocks" if q_TNH.device.type == "cpu" else "reference"
     scale = q_TNH.shape[-1] ** -0.5 if scale is None else scale
-    return run(q_TNH, k_TGH, v_TGH, cu_seqlens_U1, segments_T, causal, scale, window)
+    return IMPLEMENTATIONS[implementation](q_TNH, k_TGH, v_TGH, cu_seqlens_U1, segments_T, causal, scale, window)
 
 
 def attention_reference(q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor, cu_seqlens_U1: Tensor, segments_T: Tensor, causal: bool, scale: float,

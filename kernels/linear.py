@@ -61,8 +61,8 @@ LIBRARIES: dict[str, dict[str, Product]] = {
 
 
 def product(kind: str, a: Tensor, b: Tensor) -> Tensor:
-    """One of the products of LIBRARIES, eagerly; 16-bit and fp64 ones go where PyTorch sends them."""
-    fast = a.dtype == torch.float32 and a.numel() > 0 and b.numel() > 0
+    """One of the products of LIBRARIES, eagerly; 16-bit and fp64 ones, and those on other devices, go where PyTorch sends them."""
+    fast = a.device.type == "cpu" and a.dtype == torch.float32 and a.numel() > 0 and b.numel() > 0
     return LIBRARIES[kind][library(kind) if fast else "mkl"](a, b)
 
 

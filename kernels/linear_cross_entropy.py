@@ -56,7 +56,7 @@ def _loss_op(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int, igno
     loss = h_TD.new_zeros((), dtype=wide)
     dh_TD = torch.zeros_like(h_TD) if h_grad else h_TD.new_zeros(0)
     dweight_VD = torch.zeros_like(weight_VD, dtype=wide) if weight_grad else weight_VD.new_zeros(0, dtype=wide)
-    for rows_R, count in _blocks(labels_T, ignore_index, chunk):
+    for rows_R, count in _blocks(_rows(labels_T, ignore_index), chunk):
         h_RD, labels_R = h_TD[rows_R], labels_T[rows_R]
         labelled_R = labels_R != ignore_index
         labelled_R[count:] = False
@@ -72,15 +72,15 @@ def _loss_op(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int, igno
     return loss, (labels_T != ignore_index).sum(), dh_TD, dweight_VD.to(weight_VD.dtype)
 
 
-def _blocks(labels_T: Tensor, ignore_index: int, chunk: int) -> Iterator[tuple[Tensor, int]]:
-    """Row numbers of each block, filled up with repetitions, and how many of them count.
-
-    On a CPU the unlabelled rows (audio, prompts, padding) are left out; elsewhere counting them would wait for the device.
-    """
+def _rows(labels_T: Tensor, ignore_index: int) -> Tensor:
+    """The rows to look at: on a CPU the labelled ones alone (not audio, prompts, padding); counting them would wait for other devices."""
     if labels_T.device.type == "cpu":
-        rows = (labels_T != ignore_index).nonzero()[:, 0]
-    else:
-        rows = torch.arange(len(labels_T), device=labels_T.device)
+        return (labels_T != ignore_index).nonzero()[:, 0]
+    return torch.arange(len(labels_T), device=labels_T.device)
+
+
+def _blocks(rows: Tensor, chunk: int) -> Iterator[tuple[Tensor, int]]:
+    """Row numbers of each block, filled up with repetitions to a multiple of ROWS, and how many of them count."""
     for block in rows.split(chunk):
         if len(block):
             yield torch.cat((block, block[:1].expand(-len(block) % ROWS))), len(block)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import linear_cross_entropy as module
-from kernels.linear import ENVIRONMENT
+from kernels.linear import ENVIRONMENT, product
 from kernels.linear_cross_entropy import IMPLEMENTATIONS, linear_cross_entropy
 
 T, D, V = 75, 16, 41
@@ -88,21 +88,31 @@ def test_any_size_of_block(chunk):
     assert_close(results(*arguments, torch.float64, chunk=chunk), expected, 1e-13)
 
 
-def test_rows_of_blocks(monkeypatch):
+@pytest.mark.parametrize("ignore_index", [-100, 3])
+def test_rows_of_blocks(monkeypatch, ignore_index):
     """No product sees more rows than a block's, and on a CPU none sees the unlabelled ones, however many there are."""
     seen: list[int] = []
 
-    def product(kind: str, a: Tensor, b: Tensor) -> Tensor:
+    def counted(kind: str, a: Tensor, b: Tensor) -> Tensor:
         if kind == "nt":
             seen.append(len(a))
-        return {"nt": lambda: a @ b.T, "nn": lambda: a @ b, "tn": lambda: a.T @ b}[kind]()
+        return product(kind, a, b)
 
-    monkeypatch.setattr(module, "product", product)
-    h, weight, labels = inputs()
-    labels = torch.full((T,), -100).index_fill(0, torch.arange(1, T, 2), 5)
-    results(h, weight, labels, torch.float32, chunk=32)
-    assert int((labels != -100).sum()) == 37
+    monkeypatch.setattr(module, "product", counted)
+    h, weight, _ = inputs()
+    labels = torch.full((T,), ignore_index).index_fill(0, torch.arange(1, T, 2), 5)
+    got = results(h, weight, labels, torch.float32, chunk=32, ignore_index=ignore_index)
+    assert int(got["count"]) == 37
     assert seen == [32, 32]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_blocks_of_all_rows(monkeypatch, options):
+    """What other devices do, where the number of labelled rows is not known in time."""
+    arguments = inputs(options.get("ignore_index", -100))
+    expected = results(*arguments, torch.float64, implementation="reference", **options)
+    monkeypatch.setattr(module, "_rows", lambda labels, ignore_index: torch.arange(len(labels)))
+    assert_close(results(*arguments, torch.float64, implementation="chunked", chunk=20, **options), expected, 1e-13)
 
 
 @pytest.mark.parametrize("implementation", list(IMPLEMENTATIONS))
@@ -160,17 +170,29 @@ def test_an_unlabelled_row_spoils_nothing(implementation):
 
 
 @pytest.mark.parametrize("implementation", FAST)
-def test_gradient_of_one_input_alone(implementation):
+def test_gradient_of_one_input_alone(monkeypatch, implementation):
+    """Products that nobody needs are left out."""
     h, weight, labels = inputs()
+    kinds: set[str] = set()
+
+    def recorded(kind: str, a: Tensor, b: Tensor) -> Tensor:
+        kinds.add(kind)
+        return product(kind, a, b)
+
+    monkeypatch.setattr(module, "product", recorded)
     both = results(h, weight, labels, torch.float64, implementation=implementation)
     for name in ("h", "weight"):
         leaves = {"h": h.detach().clone(), "weight": weight.detach().clone()}
         leaves[name].requires_grad_()
+        kinds.clear()
         loss, _ = linear_cross_entropy(leaves["h"], leaves["weight"], labels, implementation=implementation)
         assert torch.equal(torch.autograd.grad(loss * 0.37, leaves[name])[0], both[name])
+        assert kinds == {"nt", "nn" if name == "h" else "tn"}
+    kinds.clear()
     with torch.no_grad():
         loss, count = linear_cross_entropy(leaves["h"], leaves["weight"], labels, implementation=implementation)
     assert not loss.requires_grad
+    assert kinds == {"nt"}
     assert torch.equal(loss, both["loss"])
     assert torch.equal(count, both["count"])
 
