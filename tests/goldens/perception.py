@@ -44,7 +44,7 @@ def theirs(path: str) -> str:
 def weights(spec: Tree, dtype: torch.dtype) -> Tree:
     """The recorded weights in our tree; parameters require gradients."""
     def load(path: str, p: Any) -> Tensor:
-        tensor = tensors()[f"weights.{theirs(path)}"].to(dtype)
+        tensor = tensors()[f"weights.{theirs(path)}"].to(dtype, copy=True)
         assert tensor.shape == p.shape, path
         return tensor.requires_grad_(p.kind == "param")
     return map_named(load, spec)
