@@ -101,8 +101,9 @@ class Unit:
                     shape[d] //= where.size(1)
             shape[dim] = math.ceil(p.shape[dim] / ranks)
             local = sharding.chunk_bounds(p.shape[dim], ranks, where.get_local_rank(0))[1]
-            key = (where.mesh_dim_names or ("",))[0]
-            groups[key] = where.get_group(0)
+            group = where.get_group(0)
+            key = group.group_name  # dense and expert meshes may share their ranks, and then a buffer
+            groups[key] = group
             by_group.setdefault(key, []).append(Member(index, dim, p.shape[dim], local, tuple(shape)))
         self.groups = [FlatGroup(groups[k], groups[k].size(), tuple(m)) for k, m in by_group.items()]
         self.moved = [m.index for g in self.groups for m in g.members]  # order in which whole tensors come out

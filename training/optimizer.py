@@ -49,6 +49,7 @@ def update(params: Mapping[str, Tensor], grads: Mapping[str, Tensor], first: Map
         names = [n for n in params if (n in decayed) == decay and params[n].numel()]
         if names:
             steps = [torch.tensor(float(step), device=params[n].device) for n in names]
-            adamw([params[n] for n in names], [grads[n] for n in names], [first[n] for n in names], [second[n] for n in names], [], steps,
+            aligned = [grads[n].contiguous() for n in names]  # the fused kernel walks through memory and ignores strides
+            adamw([params[n] for n in names], aligned, [first[n] for n in names], [second[n] for n in names], [], steps,
                   fused=True, amsgrad=False, beta1=cfg.betas[0], beta2=cfg.betas[1], lr=lr, weight_decay=cfg.weight_decay if decay else 0.0,
                   eps=cfg.eps, maximize=False)

@@ -26,6 +26,7 @@ def test_update_is_torch_adamw_with_decay_only_where_asked() -> None:
                                   betas=cfg.betas, eps=cfg.eps)
     for step in range(4):
         grads = {name: torch.randn_like(t) for name, t in start.items()}
+        grads["matrix"] = torch.randn(2, 3).t()  # other strides than the parameter's
         optimizer.update(mine, grads, first, second, step, 0.01 * (step + 1), cfg, {"matrix"})
         for group in reference.param_groups:
             group["lr"] = 0.01 * (step + 1)
