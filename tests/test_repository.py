@@ -45,6 +45,7 @@ def test_kernels_package_is_a_docstring() -> None:
     assert isinstance(only.value.value, str)
 
 
+@pytest.mark.parity
 def test_transformers_imports_beside_our_kernels_folder() -> None:
     pytest.importorskip("transformers")
     code = "import kernels, transformers; from transformers import LlamaModel; print(kernels.__file__, hasattr(kernels, '__version__'))"
