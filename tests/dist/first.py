@@ -26,8 +26,8 @@ def gradient_error(grads: dict[str, torch.Tensor], reference: dict[str, torch.Te
 def compare(overrides: list[str]) -> dict[str, object]:
     """The figures of all runs together."""
     with tempfile.TemporaryDirectory() as folder:
-        printed = {name: torchrun(n, "tests.dist.first_worker", f"{folder}/{name}", experiment, str(rows), *overrides)
-                   for name, (n, experiment, rows) in RUNS.items()}
+        printed = {name: torchrun(n, "tests.dist.first_worker", f"{folder}/{name}", experiment, str(rows),
+                                  "-" if name == "one" else f"{folder}/one", *overrides) for name, (n, experiment, rows) in RUNS.items()}
         saved = {name: torch.load(Path(folder) / name) for name in RUNS}
     one, others = saved["one"], [name for name in RUNS if name != "one"]
     loss_errors = [abs(a - b) / abs(b) for name in others for a, b in zip(printed[name]["losses"], printed["one"]["losses"], strict=True)]

@@ -1,11 +1,14 @@
 """Under torchrun: ten steps of the digits model on fixed rows. Writes losses and the full gradients of the first and the last step.
 
-usage: first_worker OUT EXPERIMENT ROWS_A_RANK OVERRIDES...
+usage: first_worker OUT EXPERIMENT ROWS_A_RANK REFERENCE OVERRIDES...
+The last gradient is taken at the weights that the run which wrote REFERENCE had reached ("-": at its own): a run's own weights are off
+by rounding, which a rectifier near its kink turns into a jump of the gradient.
 """
 
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -68,7 +71,7 @@ def whole(spec: dict[str, params.P], tensors: dict[str, Any], mesh: Mesh) -> dic
 
 
 def main() -> None:
-    out, experiment, a_rank, *overrides = sys.argv[1:]
+    out, experiment, a_rank, reference, *overrides = sys.argv[1:]
     start_processes(torch.device("cpu"))
     cfg, _ = config.load([f"+experiment={experiment}", f"train.steps={STEPS}", "optimizer.warmup_steps=2", *overrides])
     mesh = make_mesh(cfg.parallel, torch.device("cpu"))
@@ -77,20 +80,21 @@ def main() -> None:
     start = whole(spec, state.params, mesh)
     engine = make_engine(cfg, mesh)
     gradients, step = make_gradients(cfg, mesh, engine), make_step(cfg, mesh, engine)
-    first: dict[str, torch.Tensor] = {}
-    last: dict[str, torch.Tensor] = {}
     losses = []
     mine = slice(mesh.rank * int(a_rank), (mesh.rank + 1) * int(a_rank))
     for i in range(STEPS):
         batches = rows(cfg, i)[mine]
-        if i in (0, STEPS - 1):
+        if i == 0:
+            first = whole(spec, gradients(state, batches).grads, mesh)
+        if i == STEPS - 1:
+            weights = whole(spec, state.params, mesh) if reference == "-" else torch.load(reference)["weights"]
+            shared = replace(state, params={name: sharding.shard(spec[name], w, mesh) for name, w in weights.items()})
             with LiveMeter() as live, CollectiveMeter(mesh) as collectives:
-                grads = whole(spec, gradients(state, batches).grads, mesh)
-            first, last = (grads, last) if i == 0 else (first, grads)
+                last = whole(spec, gradients(shared, batches).grads, mesh)
         state, metrics = step(state, batches)
         losses.append(metrics["loss"].item())
     if mesh.rank == 0:
-        torch.save({"start": start, "first": first, "last": last}, out)
+        torch.save({"start": start, "first": first, "last": last, "weights": weights}, out)
         per_layer = sum(collectives.counts.values()) / len(engine.order)
         print(json.dumps({"losses": losses, "live_max": live.most, "collectives_per_layer": per_layer}))
     dist.destroy_process_group()
