@@ -8,9 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.activation import widen
-from kernels.inductor import stored
-
-SUM_ROWS = 32  # rows that are summed at a time into the gradients of weight and bias
+from kernels.inductor import stored, sum_rows
 
 
 def causal_conv1d(x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, segments_T: Tensor, *, activation: str | None = "silu",
@@ -64,7 +62,7 @@ class _Shifted(torch.autograd.Function):
         ctx.save_for_backward(x_TC, weight_CW, bias_C, segments_T)
         ctx.activation, ctx.ahead = activation, ahead
         z_TC = _sum_taps(_taps(x_TC, segments_T, weight_CW.shape[1], ahead), _contiguous_taps(weight_CW)) + widen(bias_C)
-        return (F.silu(z_TC) if activation == "silu" else z_TC).to(x_TC.dtype)
+        return stored((F.silu(z_TC) if activation == "silu" else z_TC).to(x_TC.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad_TC: Tensor) -> Any:
@@ -76,8 +74,8 @@ class _Shifted(torch.autograd.Function):
             z_TC = _sum_taps(taps, weight_WC) + widen(bias_C)
             sigmoid = torch.sigmoid(z_TC)
             dz_TC = dz_TC * sigmoid * (1 + z_TC * (1 - sigmoid))
-        dweight_CW = torch.stack([_sum_rows(dz_TC * tap_TC) for tap_TC in taps], 1)
-        dbias_C = _sum_rows(dz_TC)
+        dweight_CW = torch.stack([sum_rows(dz_TC * tap_TC) for tap_TC in taps], 1)
+        dbias_C = sum_rows(dz_TC)
         dz_TC = stored(dz_TC)
         dx_TC = _sum_taps([_shifted(dz_TC, segments_T, w - width + 1 + ctx.ahead) for w in range(width)], weight_WC)
         return dx_TC.to(x_TC.dtype), dweight_CW.to(weight_CW.dtype), dbias_C.to(bias_C.dtype), None, None, None
@@ -109,9 +107,3 @@ def _shifted(x_TC: Tensor, segments_T: Tensor, rows: int) -> Tensor:
     same = (there == here - rows) & (segments_T[there] == segments_T)
     return torch.where(same[:, None], x_TC[there], 0)
 
-
-def _sum_rows(x_TC: Tensor) -> Tensor:
-    """Sum over rows, block by block: the walk down a whole column would miss the cache at every row. [C]"""
-    whole = len(x_TC) // SUM_ROWS * SUM_ROWS
-    total = x_TC[:whole].unflatten(0, (-1, SUM_ROWS)).sum(1).sum(0)
-    return total if whole == len(x_TC) else total + x_TC[whole:].sum(0)

@@ -1,10 +1,13 @@
 """Normalisations: statistics and weights in fp32 whatever the input's dtype, the result in the input's dtype."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.activation import widen
+from kernels.inductor import stored, sum_rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -15,9 +18,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
     """RMSNorm of x * silu(gate), each of `groups` equal parts of the last dimension with its own statistic (Mamba-2)."""
-    gated = widen(x) * F.silu(widen(gate))
-    parts = gated.unflatten(-1, (groups, -1))
-    return ((parts * _inverse_rms(parts, eps)).flatten(-2) * widen(weight)).to(x.dtype)
+    return _GatedRMSNorm.apply(x, gate, weight, eps, groups)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -28,3 +29,26 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
+
+
+class _GatedRMSNorm(torch.autograd.Function):
+    """Keeps its inputs in their own dtype and stores the gradient of x, which the scan's backward reads several times."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
+        gated = (widen(x) * F.silu(widen(gate))).unflatten(-1, (groups, -1))
+        inverse = _inverse_rms(gated, eps)
+        ctx.save_for_backward(x, gate, weight, inverse)
+        return ((gated * inverse).flatten(-2) * widen(weight)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, gate, weight, inverse = ctx.saved_tensors
+        wide_x, wide_gate, grad = widen(x), widen(gate), widen(grad)
+        sigmoid = torch.sigmoid(wide_gate)
+        gated = (wide_x * wide_gate * sigmoid).unflatten(-1, (*inverse.shape[-2:-1], -1))
+        dnormed = (grad * widen(weight)).view_as(gated)
+        dgated = (inverse * dnormed - inverse**3 * gated * (dnormed * gated).mean(-1, keepdim=True)).flatten(-2)
+        dgate = dgated * wide_x * sigmoid * (1 + wide_gate * (1 - sigmoid))
+        dweight = sum_rows((grad * (gated * inverse).flatten(-2)).flatten(0, -2))
+        return stored((dgated * wide_gate * sigmoid).to(x.dtype)), dgate.to(gate.dtype), dweight.to(weight.dtype), None, None
