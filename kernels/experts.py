@@ -77,10 +77,10 @@ def _keys(ids_TK: Tensor, n_experts: int) -> Tensor:
 
 
 class _Route(NamedTuple):
-    """Which rows belong to which expert. Expert e's `counts[e]` rows begin at `starts[e]` and are padded to a multiple of ROWS."""
+    """Which rows belong to which expert: `counts[e]` rows each, padded to `sizes[e]`, a multiple of ROWS, one expert after the other."""
 
     counts: list[int]
-    starts: list[int]
+    sizes: list[int]
     choice_R: Tensor  # int64, the flat choice (token * K + k) that a row serves; 0 for padding
     slots_TK: Tensor  # int64, row of each choice; R, one beyond the last, where it has no expert here
 
@@ -88,17 +88,16 @@ class _Route(NamedTuple):
 def _route(ids_TK: Tensor, n_experts: int) -> _Route:
     keys = _keys(ids_TK, n_experts)
     counts = torch.bincount(keys, minlength=n_experts + 1)[:n_experts]
-    padded = -(-counts // ROWS) * ROWS
-    ends, first = padded.cumsum(0), counts.cumsum(0) - counts
-    rows, used = int(ends[-1]), int(counts.sum())
+    sizes = -(-counts // ROWS) * ROWS
+    rows, used = int(sizes.sum()), int(counts.sum())
     choices = torch.argsort(keys, stable=True)[:used]
-    expert = keys[choices]
-    row = torch.arange(used) - first[expert] + (ends - padded)[expert]
+    shift = (sizes - counts).cumsum(0) - (sizes - counts)  # padding before each expert
+    row = torch.arange(used) + shift[keys[choices]]
     choice_R = torch.zeros(rows, dtype=torch.int64)
     choice_R[row] = choices
     slots = torch.full((ids_TK.numel(),), rows)
     slots[choices] = row
-    return _Route(counts.tolist(), (ends - padded).tolist(), choice_R, slots.view_as(ids_TK))
+    return _Route(counts.tolist(), sizes.tolist(), choice_R, slots.view_as(ids_TK))
 
 
 def _bound(ids_TK: Tensor, n_experts: int) -> int:
@@ -123,18 +122,16 @@ def _combine(rows_RD: Tensor, slots_TK: Tensor) -> Tensor:
 def _experts_op(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor,
                 activation: str) -> tuple[Tensor, Tensor]:
     """The result and the pre-activation [bound, F or 2F], of which backward needs the rows that the routing uses."""
-    n_experts, width = up_EFD.shape[:2]
-    route = _route(ids_TK, n_experts)
-    h_RF = x_TD.new_empty(_bound(ids_TK, n_experts), width)
-    y_RD = x_TD.new_empty(len(route.choice_R) + 1, down_EDF.shape[1])
-    tokens_R, weights_R = route.choice_R // ids_TK.shape[1], weights_TK.flatten()[route.choice_R, None]
-    for e, (count, start) in enumerate(zip(route.counts, route.starts, strict=True)):
+    route = _route(ids_TK, up_EFD.shape[0])
+    rows = len(route.choice_R)
+    h_RF = x_TD.new_empty(_bound(ids_TK, up_EFD.shape[0]), up_EFD.shape[1])
+    y_RD = x_TD.new_empty(rows + 1, down_EDF.shape[1])
+    by_expert = [t.split(route.sizes) for t in _token_and_weight(route, weights_TK)]
+    for count, tokens, weight, h, y, up, down in zip(route.counts, *by_expert, h_RF[:rows].split(route.sizes), y_RD[:-1].split(route.sizes),
+                                                     up_EFD.unbind(), down_EDF.unbind(), strict=True):
         if count:
-            rows = slice(start, start + -(-count // ROWS) * ROWS)
-            h = product("nt", _take(x_TD, tokens_R[rows], count), up_EFD[e])
-            h_RF[rows] = h
-            weighted = activate_wide(widen(h), activation).mul_(weights_R[rows]).to(x_TD.dtype)
-            y_RD[rows] = product("nt", weighted, down_EDF[e])
+            product("nt", _take(x_TD, tokens, count), up, out=h)
+            product("nt", activate_wide(widen(h), activation).mul_(weight).to(x_TD.dtype), down, out=y)
     return _combine(y_RD, route.slots_TK), h_RF
 
 
@@ -143,25 +140,31 @@ def _experts_backward_op(dy_TD: Tensor, h_RF: Tensor, x_TD: Tensor, ids_TK: Tens
                          activation: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, weights, up and down. The sorting is repeated: it is deterministic and cheaper than keeping its result."""
     route = _route(ids_TK, up_EFD.shape[0])
-    dx_RD = x_TD.new_empty(len(route.choice_R) + 1, x_TD.shape[1])
-    dweights_R = weights_TK.new_zeros(len(route.choice_R) + 1)
+    rows = len(route.choice_R)
+    dx_RD = x_TD.new_empty(rows + 1, x_TD.shape[1])
+    dweights_R = weights_TK.new_zeros(rows + 1)
     dup_EFD, ddown_EDF = torch.empty_like(up_EFD), torch.empty_like(down_EDF)
-    tokens_R, weights_R = route.choice_R // ids_TK.shape[1], weights_TK.flatten()[route.choice_R, None]
-    for e, (count, start) in enumerate(zip(route.counts, route.starts, strict=True)):
+    by_row = [t.split(route.sizes) for t in (*_token_and_weight(route, weights_TK), h_RF[:rows], dx_RD[:-1], dweights_R[:-1])]
+    by_expert = [t.unbind() for t in (up_EFD, down_EDF, dup_EFD, ddown_EDF)]
+    for count, tokens, weight, h, dx, dweight, up, down, dup, ddown in zip(route.counts, *by_row, *by_expert, strict=True):
         if not count:
-            dup_EFD[e].zero_()
-            ddown_EDF[e].zero_()
+            dup.zero_()
+            ddown.zero_()
             continue
-        rows = slice(start, start + -(-count // ROWS) * ROWS)
-        x, dy, h = _take(x_TD, tokens_R[rows], count), _take(dy_TD, tokens_R[rows], count), widen(h_RF[rows])
+        x, dy, h = _take(x_TD, tokens, count), _take(dy_TD, tokens, count), widen(h)
         act = activate_wide(h, activation)
-        dact = widen(product("nn", dy, down_EDF[e]))  # before the router's weight
-        dweights_R[rows] = (act * dact).sum(-1)
-        ddown_EDF[e] = product("tn", dy, act.mul_(weights_R[rows]).to(x.dtype))
-        dh = activate_backward(h, dact.mul_(weights_R[rows]), activation).to(x.dtype)
-        dup_EFD[e] = product("tn", dh, x)
-        dx_RD[rows] = product("nn", dh, up_EFD[e])
+        dact = widen(product("nn", dy, down))  # before the router's weight
+        torch.sum(act * dact, -1, out=dweight)
+        product("tn", dy, act.mul_(weight).to(x.dtype), out=ddown)
+        dh = activate_backward(h, dact.mul_(weight), activation).to(x.dtype)
+        product("tn", dh, x, out=dup)
+        product("nn", dh, up, out=dx)
     return _combine(dx_RD, route.slots_TK), dweights_R[route.slots_TK], dup_EFD, ddown_EDF
+
+
+def _token_and_weight(route: _Route, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """Token [R] and router's weight [R, 1] of each row."""
+    return route.choice_R // weights_TK.shape[1], weights_TK.flatten()[route.choice_R, None]
 
 
 @_experts_op.register_fake

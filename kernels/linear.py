@@ -15,10 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Product = Callable[[Tensor, Tensor], Tensor]
 ENVIRONMENT = "REEDLING_FP32_PRODUCTS"  # mkl | onednn: choose without measuring
 MARGIN = 1.05  # oneDNN has to win by this, lest noise decide between equals
-ROUNDS = 6
+ROUNDS = 12
 
 
 def linear(x: Tensor, w_OI: Tensor, bias: Tensor | None = None, implementation: str = "auto") -> Tensor:
@@ -48,22 +47,25 @@ IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = 
     "reference": linear_reference, "torch": F.linear, "measured": _linear_measured}
 
 
-def _onednn_nt(a: Tensor, b: Tensor) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+def _mkl(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    return torch.mm(a, b, out=out)
 
 
-# The three products of a dense layer: its output, the gradient of its input, the gradient of its weight.
-LIBRARIES: dict[str, dict[str, Product]] = {
-    "nt": {"mkl": lambda x, w: x @ w.t(), "onednn": _onednn_nt},
-    "nn": {"mkl": lambda dy, w: dy @ w, "onednn": lambda dy, w: _onednn_nt(dy, w.t())},
-    "tn": {"mkl": lambda dy, x: dy.t() @ x, "onednn": lambda dy, x: _onednn_nt(dy.t(), x.t())},
-}
+def _onednn(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    y = torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
+    return y if out is None else out.copy_(y)
 
 
-def product(kind: str, a: Tensor, b: Tensor) -> Tensor:
-    """One of the products of LIBRARIES, eagerly; 16-bit and fp64 ones, and those on other devices, go where PyTorch sends them."""
+LIBRARIES: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {"mkl": _mkl, "onednn": _onednn}
+# The three products of a dense layer as operands of a b: its output, the gradient of its input, the gradient of its weight.
+OPERANDS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "nt": lambda x, w: (x, w.t()), "nn": lambda dy, w: (dy, w), "tn": lambda dy, x: (dy.t(), x)}
+
+
+def product(kind: str, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """One of the products of OPERANDS, eagerly; 16-bit and fp64 ones, and those on other devices, go where PyTorch sends them."""
     fast = a.device.type == "cpu" and a.dtype == torch.float32 and a.numel() > 0 and b.numel() > 0
-    return LIBRARIES[kind][library(kind) if fast else "mkl"](a, b)
+    return LIBRARIES[library(kind) if fast else "mkl"](*OPERANDS[kind](a, b), out)
 
 
 def library(kind: str) -> str:
@@ -75,14 +77,14 @@ def library(kind: str) -> str:
 def _measured_library(kind: str) -> str:
     if not torch.backends.mkldnn.is_available():
         return "mkl"
-    rows, width = 512, 512
+    rows, width = 256, 512
     shapes = {"nt": ((rows, width), (width, width)), "nn": ((rows, width), (width, width)), "tn": ((rows, width), (rows, width))}
-    a, b = (torch.ones(shape) for shape in shapes[kind])
-    best = dict.fromkeys(LIBRARIES[kind], float("inf"))
+    a, b = OPERANDS[kind](*(torch.ones(shape) for shape in shapes[kind]))
+    best = dict.fromkeys(LIBRARIES, float("inf"))
     for _ in range(ROUNDS):  # in turn, so that a busy moment disturbs both
-        for name, function in LIBRARIES[kind].items():
+        for name, function in LIBRARIES.items():
             start = time.perf_counter()
-            function(a, b)
+            function(a, b, None)
             best[name] = min(best[name], time.perf_counter() - start)
     return "onednn" if best["onednn"] * MARGIN < best["mkl"] else "mkl"
 

@@ -125,7 +125,7 @@ def _alternate(steps: dict[str, Callable[[Batch], Any]], source: Iterator[Batch]
 def _product_rate(dtype: torch.dtype) -> float:
     """FLOP/s of a 2048³ product by the faster of MKL and oneDNN."""
     a, b = torch.randn(2048, 2048, dtype=dtype), torch.randn(2048, 2048, dtype=dtype)
-    return 2 * 2048**3 / min(_seconds(functools.partial(function, a), b) for function in LIBRARIES["nt"].values() for _ in range(2))
+    return 2 * 2048**3 / min(_seconds(functools.partial(function, a), b) for function in LIBRARIES.values() for _ in range(2))
 
 
 def _seconds(step: Callable[[Any], Any], batch: Any) -> float:
