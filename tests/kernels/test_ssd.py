@@ -140,12 +140,14 @@ def test_strong_decay_is_finite(implementation):
 
 @pytest.mark.parametrize("implementation", FAST)
 def test_states_do_not_lose_small_additions_in_bf16(implementation):
-    """256 chunks add 1/16 each to a state that hardly decays: a bf16 sum would stop at 16."""
-    tokens = 256
-    ones = torch.ones(tokens, 1, 1, dtype=torch.bfloat16)
-    y = ssd(ones, torch.full((tokens, 1), 1 / 16), torch.tensor([-1e-6]), ones, ones, torch.zeros(1), segments([tokens]), chunk=1,
-            dt_softplus=False, implementation=implementation)
-    torch.testing.assert_close(y.flatten().float(), torch.arange(1, tokens + 1) / 16, rtol=1 / 128, atol=0)
+    """1,024 chunks add 1/16 each to a state that hardly decays, and to its gradient: bf16 sums would stop at 16."""
+    tokens = 1024
+    x, ones = (torch.ones(tokens, 1, 1, dtype=torch.bfloat16) for _ in range(2))
+    y = ssd(x.requires_grad_(), torch.full((tokens, 1), 1 / 16), torch.tensor([-1e-6]), ones, ones, torch.zeros(1), segments([tokens]),
+            chunk=1, dt_softplus=False, implementation=implementation)
+    expected = torch.arange(1, tokens + 1) / 16
+    torch.testing.assert_close(y.flatten().float(), expected, rtol=1 / 128, atol=0)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0].flatten().float(), expected.flip(0), rtol=1 / 128, atol=0)
 
 
 @pytest.mark.parametrize("implementation", list(IMPLEMENTATIONS))
