@@ -1,6 +1,8 @@
-"""Greedy decoding on packed rows with the training functions: the encoder runs once, the decoder once a new token.
+"""Greedy decoding on packed rows with the training functions, several tokens ahead.
 
-Each utterance's row part ends with free slots for its answer. Layers are causal, so that slots which are not written yet change nothing.
+Each utterance's part of the row ends with free slots for its answer. Layers are causal, so one pass gives the best next token after every
+slot. A token is settled when all tokens before it are settled; what the pass says beyond the first unsettled one is a draft, and each draft
+that the next pass confirms is settled with it (Jacobi decoding, Santilli et al. 2023): the result is exactly the token-by-token one.
 """
 
 from collections.abc import Sequence
@@ -15,8 +17,9 @@ from parallel.mesh import Mesh
 from training.engine import Engine, Pass
 from training.step import Batch, make_context
 
+AHEAD = 8  # tokens that a pass predicts for each utterance
 
-@torch.no_grad()
+
 def greedy(cfg: Config, mesh: Mesh, engine: Engine, leaves: dict[str, Tensor], batch: Batch, starts: Sequence[int], room: Sequence[int],
            eos_id: int) -> list[list[int]]:
     """The answer of each utterance of one packed row, without the end token.
@@ -27,27 +30,37 @@ def greedy(cfg: Config, mesh: Mesh, engine: Engine, leaves: dict[str, Tensor], b
     """
     context = make_context(cfg, batch, mesh, training=False)
     x_AD = speech_lm.encode(Pass(engine, leaves, context), batch, context, {})
-    padding = len(batch["cu_seqlens_U1"]) - 1 - len(starts)
-    first_U = torch.tensor([*starts, *[1] * padding], device=mesh.device)
-    room_U = torch.tensor([*room, *[0] * padding], device=mesh.device)
-    tokens_T, done_U = batch["tokens_T"].clone(), room_U == 0
-    written = 0
-    while not _all_ranks(bool(done_U.all()), mesh):
+    unused = len(batch["cu_seqlens_U1"]) - 1 - len(starts)
+    first_U = torch.tensor([*starts, *[1] * unused], device=mesh.device)
+    room_U = torch.tensor([*room, *[0] * unused], device=mesh.device)
+    tokens_T, settled_U, done_U = batch["tokens_T"].clone(), torch.zeros_like(room_U), room_U == 0
+    while not _on_all_ranks(bool(done_U.all()), mesh):
         run = Pass(engine, leaves, context)
-        slots_U = (first_U + written).clamp(max=len(tokens_T) - 1)
+        offsets_UJ = settled_U[:, None] + torch.arange(AHEAD, device=mesh.device)
+        free_UJ = (offsets_UJ < room_U[:, None]) & ~done_U[:, None]
+        slots_UJ = torch.where(free_UJ, first_U[:, None] + offsets_UJ, 1)
         x_TD = speech_lm.decode(run, x_AD, batch | {"tokens_T": tokens_T}, context, {})
-        best_U = run(speech_lm.head_unit(cfg.model), decoder.logits, x_TD, slots_U - 1).argmax(-1)
-        tokens_T[slots_U[~done_U]] = best_U[~done_U]
-        written += 1
-        done_U = done_U | (best_U == eos_id) | (written >= room_U)
-    return [_until(tokens_T[start : start + min(n, written)].tolist(), eos_id) for start, n in zip(starts, room, strict=True)]
+        logits = run(speech_lm.head_unit(cfg.model), decoder.logits, x_TD, slots_UJ.flatten() - 1)
+        best_UJ = logits.detach().argmax(-1).view_as(slots_UJ)
+        new_UJ = settled(best_UJ, tokens_T[slots_UJ]) & free_UJ
+        tokens_T[slots_UJ[free_UJ]] = best_UJ[free_UJ]
+        settled_U = settled_U + new_UJ.sum(1)
+        done_U = done_U | ((best_UJ == eos_id) & new_UJ).any(1) | (settled_U >= room_U)
+    ends = [start + int(n) for start, n in zip(starts, settled_U.tolist(), strict=False)]
+    return [_until(tokens_T[start:end].tolist(), eos_id) for start, end in zip(starts, ends, strict=True)]
+
+
+def settled(best_UJ: Tensor, draft_UJ: Tensor) -> Tensor:
+    """Which predictions are final: the first, and each one all of whose predecessors' drafts were right. bool [U, J]"""
+    right_UJ = (best_UJ == draft_UJ).int().cumprod(1).bool()
+    return torch.cat([torch.ones_like(right_UJ[:, :1]), right_UJ[:, :-1]], 1)
 
 
 def _until(ids: list[int], eos_id: int) -> list[int]:
     return ids[: ids.index(eos_id)] if eos_id in ids else ids
 
 
-def _all_ranks(done: bool, mesh: Mesh) -> bool:
+def _on_all_ranks(done: bool, mesh: Mesh) -> bool:
     flag = torch.tensor(int(done), device=mesh.device)
     dist.all_reduce(flag, op=dist.ReduceOp.MIN)
     return bool(flag.item())

@@ -4,7 +4,7 @@ compile.scope "layer": the gathers stay outside, each function is compiled once 
 compile.scope "step": nothing is compiled here; the caller compiles the whole pass, and the gathers become part of its graph.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -52,6 +52,9 @@ class Engine:
 class Pass:
     """One forward pass (and its backward): what `run` is to the model's functions.
 
+    With context.training False each unit's output is cut from what made it, so that its activations go at once. Gradients stay enabled even
+    then: evaluation runs the graphs that training has compiled.
+
     :param leaves: this rank's shard of every parameter and the whole buffers, by dotted path.
     :param context: handed to every function as its last argument.
     """
@@ -63,11 +66,16 @@ class Pass:
 
     def __call__(self, key: tuple[str, ...] | None, fn: Callable[..., Any], *inputs: Any) -> Any:
         """Call `fn(weights of key, *inputs, context)`; without a key `fn(*inputs, context)`."""
+        out = self._call(key, fn, *inputs)
+        return out if self.context.training else pytree.tree_map_only(Tensor, _cut, out)
+
+    def _call(self, key: tuple[str, ...] | None, fn: Callable[..., Any], *inputs: Any) -> Any:
         call = self.engine.function(fn)
         if key is None:
             return call(*inputs, self.context)
         if self.engine.compile.scope == "step" and self.engine.compile.enabled:
-            return self._traced(key, fn, inputs)
+            whole = gather_traced(self.engine.units[key], self._shards(key))
+            return fn(pytree.tree_unflatten(whole, self.engine.trees[key]), *inputs, self.context)
         use = self._use(key)
         weights = use.weights()
         if self.ahead is not None:
@@ -75,13 +83,6 @@ class Pass:
         tree = pytree.tree_unflatten(weights, self.engine.trees[key])
         with use.saved() if use.unit.reshard else nullcontext():
             return call(tree, *inputs, self.context)
-
-    def _traced(self, key: tuple[str, ...], fn: Callable[..., Any], inputs: Sequence[Any]) -> Any:
-        def call(shards: list[Tensor], *inputs: Any) -> Any:
-            weights = gather_traced(self.engine.units[key], shards)
-            return fn(pytree.tree_unflatten(weights, self.engine.trees[key]), *inputs, self.context)
-
-        return call(self._shards(key), *inputs)
 
     def _shards(self, key: tuple[str, ...]) -> list[Tensor]:
         return [self.leaves[path] for path in self.engine.paths[key]]
@@ -95,3 +96,7 @@ class Pass:
         after = self.engine.order[position] if position < len(self.engine.order) else None
         self.last, self.ahead = use, Use(self.engine.units[after], self._shards(after), use) if after else None
         return use
+
+
+def _cut(t: Tensor) -> Tensor:
+    return t.detach().requires_grad_() if t.requires_grad else t

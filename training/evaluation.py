@@ -12,7 +12,6 @@ from torch import Tensor
 from configs.schema import Config
 from data.tokenizer import Tokenizer
 from model import mel, speech_lm
-from parallel import sharding
 from parallel.mesh import Mesh
 from training.decode import greedy
 from training.engine import Engine, Pass
@@ -29,16 +28,15 @@ class Transcript:
     hypothesis: str
 
 
-@torch.no_grad()
 def validation_loss(cfg: Config, mesh: Mesh, engine: Engine, state: State, batches: Iterable[dict[str, Any]]) -> dict[str, float]:
     """Mean cross-entropy of all supervised tokens (sum over ranks / count over ranks), and their number. Every rank passes equally many."""
-    leaves = sharding.local(state.params) | state.buffers
+    leaves = state.leaves()
     sums = {"loss": torch.zeros((), device=mesh.device), "labels": torch.zeros((), device=mesh.device)}
     for batch in batches:
         row = to_device(batch, mesh)
         run = Pass(engine, leaves, make_context(cfg, row, mesh, training=False))
         losses, _ = speech_lm.losses(run, row, run.context, cfg)
-        sums = {"loss": sums["loss"] + losses["lm"], "labels": sums["labels"] + (row["labels_T"] != -100).sum()}
+        sums = {"loss": sums["loss"] + losses["lm"].detach(), "labels": sums["labels"] + (row["labels_T"] != -100).sum()}
     totals = all_reduce_together(sums)
     return {"loss": (totals["loss"] / totals["labels"].clamp(min=1)).item(), "labels": totals["labels"].item()}
 
@@ -46,7 +44,7 @@ def validation_loss(cfg: Config, mesh: Mesh, engine: Engine, state: State, batch
 def transcribe(cfg: Config, mesh: Mesh, engine: Engine, state: State, batches: Iterable[dict[str, Any]],
                tokenizer: Tokenizer) -> list[Transcript]:
     """Greedy transcripts of prompt-only rows (see data.loader.decoding_batches), of all ranks, on every rank, ordered by utterance id."""
-    leaves, mine = sharding.local(state.params) | state.buffers, []
+    leaves, mine = state.leaves(), []
     for batch in batches:
         answers = greedy(cfg, mesh, engine, leaves, to_device(batch, mesh), batch["answer_starts"], batch["answer_room"], tokenizer.eos_id)
         mine += [Transcript(*fields) for fields in zip(batch["ids"], batch["texts"], map(tokenizer.decode, answers), strict=True)]
@@ -68,7 +66,6 @@ def word_error_rate(transcripts: list[Transcript]) -> dict[str, float]:
             "insertions": counted.insertions + silent}
 
 
-@torch.no_grad()
 def mel_picture(cfg: Config, mesh: Mesh, batch: Batch) -> Tensor:
     """Normalised log-mel [M, frames] of the first utterance of a row."""
     context = make_context(cfg, batch, mesh, training=False)

@@ -17,7 +17,6 @@ from data.loader import decoding_batches, empty_batch, make_loader, validation_b
 from data.sources import validation_names
 from data.tokenizer import Tokenizer
 from model import speech_lm
-from parallel import sharding
 from parallel.mesh import Mesh
 from training import checkpoint, evaluation, optimizer
 from training.config import to_dict
@@ -112,13 +111,13 @@ class Run:
 
     def warm_up(self) -> None:
         """Compile every row size for training and for evaluation, on rows of nothing, before the first step; changes no state."""
-        leaves = {name: w.requires_grad_() for name, w in sharding.local(self.state.params).items()}
+        leaves = self.state.leaves()
         one = torch.ones((), device=self.mesh.device)
         for size in self.cfg.data.rows:
             batch = empty_batch(size)
             row = to_device(batch, self.mesh)
-            loss, _ = row_loss(self.cfg, self.mesh, self.engine, leaves | self.state.buffers, row, {"lm": one, "ctc": one})
-            torch.autograd.grad(loss, list(leaves.values()))
+            loss, _ = row_loss(self.cfg, self.mesh, self.engine, leaves, row, {"lm": one, "ctc": one})
+            torch.autograd.grad(loss, [leaves[name] for name in self.state.params])
             evaluation.validation_loss(self.cfg, self.mesh, self.engine, self.state, [batch])
 
     def advance(self) -> dict[str, Tensor]:

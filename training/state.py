@@ -22,6 +22,10 @@ class State:
     first: dict[str, Any]
     second: dict[str, Any]
 
+    def leaves(self) -> dict[str, Tensor]:
+        """What a forward pass reads: this rank's shards of the parameters, for which gradients can be asked, and the buffers."""
+        return {name: shard.requires_grad_() for name, shard in sharding.local(self.params).items()} | self.buffers
+
 
 def init_state(spec: Tree, seed: int, mesh: Mesh) -> State:
     """Freshly drawn parameters and zero moments, sharded."""

@@ -58,12 +58,13 @@ def make_gradients(cfg: Config, mesh: Mesh, engine: Engine) -> Callable[[State, 
         forward = torch.compile(forward, fullgraph=True, dynamic=False)
 
     def gradients(state: State, batches: Sequence[Batch]) -> Gradients:
-        weights = {name: w.requires_grad_() for name, w in sharding.local(state.params).items()}
+        leaves = state.leaves()
+        weights = {name: leaves[name] for name in state.params}
         counts = label_counts(batches, mesh)
         grads: dict[str, Tensor] = {}
         sums: dict[str, Tensor] = {}
         for batch in batches:
-            loss, stats = forward(weights | state.buffers, batch, counts)
+            loss, stats = forward(leaves, batch, counts)
             for name, grad in zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True):
                 grads[name] = grads[name] + grad if name in grads else grad
             stats = {name: value.detach() for name, value in (stats | {"loss": loss}).items()}

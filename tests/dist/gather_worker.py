@@ -61,7 +61,7 @@ def measure(reshard: bool, dtype: torch.dtype) -> dict[str, Any]:
     leaves = {name: w.requires_grad_() for name, w in sharding.local(flat).items()}
     live = LiveMeter()
     with CommDebugMode() as comms, live:
-        call = Pass(engine, leaves, SimpleNamespace())
+        call = Pass(engine, leaves, SimpleNamespace(training=True))
         if dtype != torch.float32:
             call = cast(call, dtype)
         loss = run(leaves, call)
