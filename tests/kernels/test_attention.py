@@ -13,7 +13,8 @@ from kernels.attention import IMPLEMENTATIONS, attention
 
 N, G, H = 4, 2, 8
 LENGTHS = [1, 2, 3, 63, 64, 65, 100]
-FAST = [name for name in IMPLEMENTATIONS if name != "reference"]
+EVERYWHERE = [name for name in IMPLEMENTATIONS if name != "varlen"]  # which needs CUDA
+FAST = [name for name in EVERYWHERE if name != "reference"]
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 1.5e-2}
 NAMES = ("out", "lse", "q", "k", "v")
 OPTIONS = [
@@ -118,7 +119,7 @@ def test_fast_versions_match_the_reference(lengths, options, implementation, dty
     assert got["lse"].dtype == torch.promote_types(dtype, torch.float32)
 
 
-@pytest.mark.parametrize("implementation", list(IMPLEMENTATIONS))
+@pytest.mark.parametrize("implementation", EVERYWHERE)
 @pytest.mark.parametrize("heads, groups", [(1, 1), (6, 6), (6, 3), (5, 1)])
 def test_heads_that_share_keys(heads, groups, implementation):
     lengths, padding = [40, 31], 3
@@ -161,7 +162,7 @@ def test_a_document_does_not_move_another_by_a_bit(dtype, implementation):
             assert all(torch.equal(got[name], first[name]) for name in NAMES)
 
 
-@pytest.mark.parametrize("implementation", list(IMPLEMENTATIONS))
+@pytest.mark.parametrize("implementation", EVERYWHERE)
 def test_padding_gets_zeros(implementation):
     lengths, padding = [7, 140], 9
     rows, probe = inputs(156), probes(156)
@@ -172,7 +173,7 @@ def test_padding_gets_zeros(implementation):
     assert not any(t.any() for t in nothing.values())
 
 
-@pytest.mark.parametrize("implementation", list(IMPLEMENTATIONS))
+@pytest.mark.parametrize("implementation", EVERYWHERE)
 def test_large_scores(implementation):
     """The softmax of scores of ± 10,000 is a choice, and its logarithm the chosen score."""
     n = 140
@@ -218,6 +219,38 @@ def test_inputs_with_strides(implementation):
         grad = torch.autograd.grad(loss, joint, retain_graph=True)[0]
         got = dict(zip(NAMES, (out.detach(), lse.detach(), *grad.split((N, G, G), 1)), strict=True))
         assert_close(got, expected, 1e-13)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("padding", [0, 5])
+def test_arguments_of_flash_attention(monkeypatch, padding, options):
+    """Its place is taken by a function that does what its documentation says, to memory full of NaN."""
+
+    def varlen_attn(q, k, v, bounds, key_bounds, longest, longest_keys, *, return_aux, scale, window_size, enable_gqa):
+        assert return_aux.lse
+        assert enable_gqa
+        assert bounds is key_bounds
+        assert bounds.dtype == torch.int32
+        assert longest == longest_keys == len(q)
+        left, right = window_size
+        assert right in (0, left)
+        out, lse = [torch.full_like(q[: bounds[0]], torch.nan)], [torch.full((N, int(bounds[0])), torch.nan)]
+        for start, end in itertools.pairwise(bounds.tolist()):
+            part = one_document(q[start:end], k[start:end], v[start:end], bounds, segments_T=bounds, causal=right == 0 and left != 0,
+                                scale=scale, window=None if left == -1 else left + 1)
+            out.append(part[0])
+            lse.append(part[1])
+        assert end <= len(q)
+        out.append(torch.full_like(q[end:], torch.nan))
+        lse.append(torch.full((N, len(q) - end), torch.nan))
+        return torch.cat(out), torch.cat(lse, 1)
+
+    monkeypatch.setattr(module.varlen, "varlen_attn", varlen_attn)
+    lengths = [1, 30, 0, 44]
+    rows, probe = inputs(75 + padding), probes(75 + padding)
+    probe[1].zero_()
+    expected = results(rows, probe, lengths, padding, implementation="reference", **options)
+    assert_close(results(rows, probe, lengths, padding, implementation="varlen", **options), expected, 1e-13)
 
 
 def test_operator_passes_opcheck():
