@@ -148,7 +148,7 @@ class TrainConfig:
     max_new_tokens: int = 128  # longest decoded answer
     checkpoint_every: int = 1000  # steps between checkpoints; 0: only at the end
     keep_checkpoints: int = 2  # newest checkpoints kept besides the best
-    resume: str = "auto"  # auto (newest in run_dir) | never | path of a checkpoint
+    resume: str = "auto"  # auto (newest in run_dir; a finished run is set aside) | never (set aside what is there) | path of a checkpoint
 
 
 @dataclass

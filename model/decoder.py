@@ -4,11 +4,11 @@ from collections.abc import Callable
 from types import ModuleType
 
 import torch
-from kernels.linear_cross_entropy import linear_cross_entropy
 from torch import Tensor
 
 from configs.schema import DecoderConfig
 from kernels.linear import linear
+from kernels.linear_cross_entropy import linear_cross_entropy
 from model import attention, mamba, mlp, moe
 from model.context import Context
 from model.norm import rms_norm

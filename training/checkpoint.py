@@ -53,6 +53,11 @@ def newest(run_dir: Path) -> Path | None:
     return max(_complete_ones(run_dir), default=None)
 
 
+def step_of(path: Path) -> int:
+    """The step after which a checkpoint was written."""
+    return int(path.name.removeprefix("step_"))
+
+
 def mark_best(run_dir: Path, path: Path, value: float, mesh: Mesh) -> None:
     """Note a checkpoint as the best so far; it is then never dropped."""
     note = run_dir / "checkpoints" / "best.json"

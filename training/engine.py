@@ -4,6 +4,7 @@ compile.scope "layer": the gathers stay outside, each function is compiled once 
 compile.scope "step": nothing is compiled here; the caller compiles the whole pass, and the gathers become part of its graph.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -38,6 +39,8 @@ class Engine:
             keep = key == self.order[-1]  # backward starts with it at once
             self.units[key] = Unit(leaves, mesh, dtype, reshard and not keep)
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
+        # about the transform in the features, which is a call into a library and no loss
+        warnings.filterwarnings("ignore", message="Torchinductor does not support code generation for complex operators")
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
 
     def function(self, fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -105,7 +105,7 @@ def run(cfg: Config, device: torch.device) -> Outcome:
     mesh = make_mesh(cfg.parallel, device)
     run_dir = Path(cfg.run_dir)
     if mesh.rank == 0:
-        if cfg.train.resume == "never":
+        if cfg.train.resume == "never" or finished(cfg):
             set_aside(run_dir)
         print(banner(summary(cfg, mesh)), flush=True)
     dist.barrier()
@@ -114,6 +114,12 @@ def run(cfg: Config, device: torch.device) -> Outcome:
         return job.train()
     finally:
         job.telemetry.close()
+
+
+def finished(cfg: Config) -> bool:
+    """Whether run_dir holds a run that has nothing left to do."""
+    newest = checkpoint.newest(Path(cfg.run_dir))
+    return cfg.train.resume == "auto" and newest is not None and checkpoint.step_of(newest) >= cfg.train.steps
 
 
 def set_aside(run_dir: Path) -> None:

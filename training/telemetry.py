@@ -140,7 +140,7 @@ class Telemetry:
         if self._silent:
             return
         self._scalars(step, f"validation/{name}", values)
-        figures = "  ".join(f"{key} {value:.4f}" for key, value in values.items())
+        figures = "  ".join(f"{key} {_number(value)}" for key, value in values.items())
         self._display.note(f"validation {name} at step {step}: {figures}")
         if examples:
             self._writer.add_text(f"validation/{name}/transcripts", _table(examples), step)
@@ -185,6 +185,10 @@ def _table(examples: Sequence[tuple[str, str]]) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:.4f}"
 
 
 def _picture(mel_MA: Tensor) -> Tensor:

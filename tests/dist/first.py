@@ -8,6 +8,7 @@ import math
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ def gradient_error(grads: dict[str, torch.Tensor], reference: dict[str, torch.Te
     return max((grads[n].double() - r.double()).norm().item() / max(r.double().norm().item(), floor) for n, r in reference.items())
 
 
-def compare(overrides: list[str]) -> dict[str, object]:
+def compare(overrides: list[str]) -> dict[str, Any]:
     """The figures of all runs together."""
     with tempfile.TemporaryDirectory() as folder:
         printed = {name: torchrun(n, "tests.dist.first_worker", f"{folder}/{name}", experiment, str(rows),

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -16,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # which of two libraries multiplies is otherwise measured anew by each process, and they round differently
 ENVIRONMENT = os.environ | {"REEDLING_FP32_PRODUCTS": "mkl"}
 ARGUMENTS = ["+experiment=digits", "train.steps=20", "train.checkpoint_every=10", "train.validate_every=0", "train.decode_at_start=false",
-             "train.log_every=1", "train.max_new_tokens=2", "data.validation_utterances=2", "data.curriculum_steps=10"]
+             "train.log_every=1", "train.decode_every=0", "train.max_new_tokens=2",
+             "data.validation_utterances=2", "data.curriculum_steps=10"]
 TIMEOUT_SEC = 900
 
 
@@ -50,7 +52,7 @@ def tensors(checkpoint: Path, folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(folder / "whole.pt")
 
 
-def compare(overrides: list[str]) -> dict[str, object]:
+def compare(overrides: list[str]) -> dict[str, Any]:
     """Both runs and their last checkpoints, bit for bit."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

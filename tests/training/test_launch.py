@@ -94,6 +94,17 @@ def test_published_size_of_nemotron() -> None:
     assert params.count(fastconformer.spec(cfg.model.encoder)) == 810_984_448
 
 
+@pytest.mark.parametrize(("resume", "steps", "expected"), [("auto", 20, True), ("auto", 21, False), ("never", 20, False)])
+def test_a_run_with_nothing_left_is_finished(tmp_path: Path, resume: str, steps: int, expected: bool) -> None:
+    cfg, _ = config.load([f"run_dir={tmp_path}", f"train.steps={steps}", f"train.resume={resume}"])
+    assert launch.finished(cfg) is False
+    for step in (9, 20):
+        folder = tmp_path / "checkpoints" / f"step_{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "meta.json").write_text("{}")
+    assert launch.finished(cfg) is expected
+
+
 def test_an_earlier_run_is_set_aside(tmp_path: Path) -> None:
     for _ in range(2):
         (tmp_path / "run" / "checkpoints").mkdir(parents=True)

@@ -90,8 +90,8 @@ def test_files_hold_what_was_logged(tmp_path: Path) -> None:
     display, out = plain_display(20)
     telemetry = Telemetry(tmp_path, rank=0, steps=20, display=display)
     telemetry.log_step(10, {"loss": 2.5, "expert_load/layers.1": 1.5, "grad_norm": float("nan")})
-    telemetry.log_validation(10, "digits", {"loss": 2.0, "wer": 0.5}, [("one | two", "one\ntoo"), ("six", "six"), ("ten", "den")],
-                             mel_MA=torch.arange(6.0).reshape(2, 3))
+    examples = [("one | two", "one\ntoo"), ("six", "six"), ("ten", "den")]
+    telemetry.log_validation(10, "digits", {"loss": 2.0, "wer": 0.5, "words": 1234}, examples, mel_MA=torch.arange(6.0).reshape(2, 3))
     telemetry.close()
 
     step, validation = metrics(tmp_path)
@@ -110,7 +110,7 @@ def test_files_hold_what_was_logged(tmp_path: Path) -> None:
     assert (image.height, image.width) == (2, 3)
 
     lines = out.getvalue().splitlines()
-    assert lines[1] == "validation digits at step 10: loss 2.0000  wer 0.5000"
+    assert lines[1] == "validation digits at step 10: loss 2  wer 0.5000  words 1,234"
     assert sum(line.startswith("  said") for line in lines) == 2
 
 
