@@ -123,8 +123,12 @@ class _Within(torch.autograd.Function):
 
 
 def _pair_decay(cum_LGRQ: Tensor, sees_LQQ: Tensor) -> Tensor:
-    """Decay from token j to token i where i sees j, else 0. [L, G, R, Q, Q]"""
-    return _exp_where(sees_LQQ[:, None, None], cum_LGRQ[..., :, None] - cum_LGRQ[..., None, :])
+    """Decay from token j to token i where i sees j, else 0. [L, G, R, Q, Q]
+
+    The mask is added, as a tensor of 0 and -inf: reading booleans takes the compiled kernel longer than the exponential.
+    """
+    hidden_LQQ = stored(torch.where(sees_LQQ, 0.0, -torch.inf).to(cum_LGRQ.dtype))
+    return (cum_LGRQ[..., :, None] - cum_LGRQ[..., None, :] + hidden_LQQ[:, None, None]).exp()
 
 
 @torch.library.custom_op("reedling::ssd_carry", mutates_args=())

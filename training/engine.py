@@ -81,7 +81,7 @@ class Pass:
             return fn(pytree.tree_unflatten(whole, self.engine.trees[key]), *inputs, self.context)
         use = self._use(key)
         weights = use.weights()
-        if self.ahead is not None:
+        if self.ahead is not None and self.context.training:  # evaluation runs parts of the order: what is begun might never be used
             self.ahead.start()
         tree = pytree.tree_unflatten(weights, self.engine.trees[key])
         with use.saved() if use.unit.reshard else nullcontext():
