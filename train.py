@@ -21,10 +21,10 @@ def main(arguments: list[str]) -> None:
     with launch.reporting():
         outcome = launch.run(cfg, device)
     if launch.rank() == 0:
-        wer = [sum(sets.values()) / len(sets) for sets in outcome.wer.values() if sets]
+        wer = {step: sum(sets.values()) / len(sets) for step, sets in outcome.wer.items() if sets}  # mean over the validation sets
         figures = {
-            "wer_before": wer[0] if len(wer) > 1 else None,
-            "wer_after": wer[-1] if wer else None,
+            "wer_before": wer.get(0),
+            "wer_after": wer.get(outcome.steps),
             "train_seconds": round(outcome.train_seconds, 1),
             "total_seconds": round(time.time() - STARTED, 1),
             "recompiles_after_warmup": outcome.recompiles_after_warmup,

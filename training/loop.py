@@ -81,6 +81,7 @@ class Run:
         self.step = make_step(cfg, mesh, self.engine)
         self.interruption, self.outcome = Interruption(), Outcome()
         self.best = checkpoint.best(self.run_dir)
+        self.skipped: dict[str, int] = {}  # utterances left out so far, by reason
         self.saved_step = self.state.step
 
     def train(self) -> Outcome:
@@ -105,7 +106,8 @@ class Run:
         self.outcome.steps, self.outcome.recompiles_after_warmup = self.state.step, compilations() - compiled
         if not self.outcome.interrupted:
             self._finish()
-        self.save()
+        if self.saved_step != self.state.step:
+            self.save()
         self.outcome.train_seconds = time.perf_counter() - started
         return self.outcome
 
