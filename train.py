@@ -12,6 +12,9 @@ STARTED = float(os.environ.get("REEDLING_STARTED", time.time()))  # set by make 
 
 
 def main(arguments: list[str]) -> None:
+    from training.host import keep_freed_memory
+
+    keep_freed_memory()
     from training import launch
 
     if "--cfg" in arguments:
