@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.ragged import Layout
-from kernels.relative_attention import IMPLEMENTATIONS, relative_attention
+from kernels.relative_attention import IMPLEMENTATIONS, backward_op, forward_op, relative_attention
 
 FAST = [name for name in IMPLEMENTATIONS if name != "reference"]
 NAMES = ("out", "q", "k", "v", "table", "bias_u", "bias_v")
@@ -112,3 +112,11 @@ def test_row_of_nothing_is_zeros_with_gradients_of_zero(implementation):
     assert not out.any()
     if out.requires_grad:
         assert not any(grad.any() for grad in torch.autograd.grad(out.sum(), arguments))
+
+
+def test_operators_keep_the_compilers_contract():
+    where = layout(LENGTHS, GAPS, 7)
+    arguments = [t.float().requires_grad_() for t in inputs(where)]
+    torch.library.opcheck(forward_op, (*arguments, where.starts_U, where.lengths_U))
+    detached = [t.detach() for t in arguments]
+    torch.library.opcheck(backward_op, (detached[0], *detached, where.starts_U, where.lengths_U))
