@@ -95,8 +95,12 @@ def _prepare(temporary: Path, state: State) -> None:
 
 def _complete(temporary: Path, final: Path, meta: dict[str, Any], keep: int) -> None:
     _write_json(temporary / "meta.json", meta)
-    shutil.rmtree(final, ignore_errors=True)
+    replaced = final.with_suffix(".replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if final.exists():
+        final.rename(replaced)
     temporary.rename(final)
+    shutil.rmtree(replaced, ignore_errors=True)
     kept = {p.name for p in sorted(_complete_ones(final.parent.parent))[-max(1, keep):]}
     marked = best(final.parent.parent)
     for path in _complete_ones(final.parent.parent):

@@ -81,6 +81,7 @@ class Run:
         self.step = make_step(cfg, mesh, self.engine)
         self.interruption, self.outcome = Interruption(), Outcome()
         self.best = checkpoint.best(self.run_dir)
+        self.metrics: dict[str, Tensor] = {}  # of the last step, on the device
         self.skipped: dict[str, int] = {}  # utterances left out so far, by reason
         self.saved_step = self.state.step
 
@@ -91,14 +92,15 @@ class Run:
         if cfg.decode_at_start and self.state.step == 0:
             self.decode()
         self.meter = Meter()
-        warm_after, compiled, recent = min(self.state.step + WARM_UP_STEPS, cfg.steps), 0, []
+        warm_after, recent = self.state.step + WARM_UP_STEPS, []
+        compiled = compilations()
         while self.state.step < cfg.steps and not self.outcome.interrupted:
-            metrics = self.advance()
-            recent.append(metrics["loss_lm"])
+            self.metrics = self.advance()
+            recent.append(self.metrics["loss_lm"])
             if self.state.step == warm_after:
                 compiled = compilations()
             if self._due(cfg.log_every):
-                self.log(metrics, torch.stack(recent).mean())
+                self.log(torch.stack(recent).mean())
                 recent = []
             with self.meter.paused():
                 self._between_steps()
@@ -135,14 +137,13 @@ class Run:
         self.telemetry.tick(self.state.step)
         return metrics
 
-    def log(self, metrics: dict[str, Tensor], loss: Tensor) -> None:
-        """Write and show this logging interval; the only place where figures leave the device."""
+    def log(self, loss: Tensor) -> None:
+        """Write and show this logging interval, whose mean loss is `loss`; the only place where figures leave the device."""
+        metrics = self.metrics
         loads = {name.removesuffix(".expert_load"): value for name, value in metrics.items() if name.endswith(".expert_load")}
         scalars = {name: value for name, value in metrics.items() if name in ("grad_norm", "loss_ctc")}
         values = to_floats({"loss": loss, **scalars, **expert_load(loads)})
-        if not math.isfinite(values["loss"] + values["grad_norm"]):
-            raise RunError(f"the loss is {values['loss']} and the gradient norm {values['grad_norm']} near step {self.state.step}; "
-                           "lower optimizer.lr or look at the data of these steps, and start again from the last checkpoint")
+        self._refuse_nonfinite(values["loss"], values["grad_norm"])
         values |= {"lr": optimizer.learning_rate(self.state.step - 1, self.cfg.optimizer, self.cfg.train.steps)}
         values |= {f"skipped/{reason}": count for reason, count in self.skipped.items() if count}
         self.telemetry.log_step(self.state.step, values | self.meter.flush(self.interruption.sum))
@@ -173,9 +174,16 @@ class Run:
             self.outcome.wer[self.state.step][name] = figures["wer"]
 
     def save(self) -> Path:
-        """A checkpoint of the present state."""
+        """A checkpoint of the present state, unless its last step went wrong."""
+        if self.metrics:
+            self._refuse_nonfinite(self.metrics["loss"].item(), self.metrics["grad_norm"].item())
         self.saved_step = self.state.step
         return checkpoint.save(self.run_dir, self.state, self.position, self.mesh, self.cfg.train.keep_checkpoints, to_dict(self.cfg))
+
+    def _refuse_nonfinite(self, loss: float, grad_norm: float) -> None:
+        if not math.isfinite(loss + grad_norm):
+            raise RunError(f"the loss is {loss} and the gradient norm {grad_norm} at step {self.state.step}; lower optimizer.lr or look at "
+                           "the data of the last steps, and start again from the last checkpoint")
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.state.step % every == 0

@@ -48,7 +48,7 @@ def update(params: Mapping[str, Tensor], grads: Mapping[str, Tensor], first: Map
     for decay in (True, False):
         names = [n for n in params if (n in decayed) == decay and params[n].numel()]
         if names:
-            steps = [torch.tensor(float(step), device=params[n].device) for n in names]
+            steps = list(torch.full((len(names),), float(step), device=params[names[0]].device).unbind())
             aligned = [grads[n].contiguous() for n in names]  # the fused kernel walks through memory and ignores strides
             adamw([params[n] for n in names], aligned, [first[n] for n in names], [second[n] for n in names], [], steps,
                   fused=True, amsgrad=False, beta1=cfg.betas[0], beta2=cfg.betas[1], lr=lr, weight_decay=cfg.weight_decay if decay else 0.0,

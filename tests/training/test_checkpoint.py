@@ -67,6 +67,20 @@ def test_one_kept_is_never_none(tmp_path: Path, mesh: Mesh, monkeypatch: pytest.
     assert names(tmp_path) == ["step_00000002"]
 
 
+def test_a_step_written_twice_is_there_once(tmp_path: Path, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1, mesh, value=1.0)
+    monkeypatch.setattr(checkpoint.dcp, "save", lambda *a, **k: (_ for _ in ()).throw(RuntimeError("killed")))
+    with pytest.raises(RuntimeError, match="killed"):
+        save(tmp_path, 1, mesh, value=2.0)
+    monkeypatch.undo()
+    loaded, _ = checkpoint.load(tmp_path / "checkpoints" / "step_00000001", state(0, mesh, 0.0), mesh)
+    assert loaded.buffers["b"].tolist() == [1.0, 1.0]
+    save(tmp_path, 1, mesh, value=2.0)
+    assert names(tmp_path) == ["step_00000001"]
+    loaded, _ = checkpoint.load(tmp_path / "checkpoints" / "step_00000001", state(0, mesh, 0.0), mesh)
+    assert loaded.buffers["b"].tolist() == [2.0, 2.0]
+
+
 def test_a_full_disk_is_noticed_before_writing(tmp_path: Path, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1, mesh)
     usage = namedtuple("usage", "total used free")
