@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("REEDLING_FP32_PRODUCTS", "mkl")  # else each process measures, and rounding follows the clock; both have their tests
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] / ".cache" / "inductor"))
 
 from collections.abc import Callable, Iterator
