@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.inductor import stored
 from kernels.linear import linear
 from model.audio_row import slot_positions, spread, valid_slots
 from model.context import Context
@@ -39,7 +40,7 @@ def _power_spectrum(audio_S: Tensor, ctx: Context) -> Tensor:
     sounding = starts[:, None] + torch.arange(_FFT_SAMPLES, device=device) < spread(ctx.audio_samples_U, MEL_PER_FRAME, ctx)[:, None]
     emphasised = torch.where(sounding, frames[:, 1:] - _PREEMPHASIS * frames[:, :-1], 0.0)
     margin = (_FFT_SAMPLES - _WINDOW_SAMPLES) // 2
-    window = F.pad(torch.hann_window(_WINDOW_SAMPLES, periodic=False, dtype=torch.float32, device=device), (margin, margin))
+    window = stored(F.pad(torch.hann_window(_WINDOW_SAMPLES, periodic=False, dtype=torch.float32, device=device), (margin, margin)))
     return torch.view_as_real(torch.fft.rfft(emphasised * window)).square().sum(-1)
 
 
