@@ -114,6 +114,17 @@ def test_row_of_nothing_is_zeros_with_gradients_of_zero(implementation):
         assert not any(grad.any() for grad in torch.autograd.grad(out.sum(), arguments))
 
 
+@pytest.mark.parametrize("implementation", FAST)
+def test_compiles_to_one_graph(implementation):
+    where = layout(LENGTHS, GAPS, 7)
+    arguments = [t.requires_grad_() for t in inputs(where)]
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")  # fusion is not what is in question
+    got, expected = (function(arguments, where, implementation) for function in (compiled, attend))
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    for one, other in zip(torch.autograd.grad(got.sum(), arguments), torch.autograd.grad(expected.sum(), arguments), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
 def test_operators_keep_the_compilers_contract():
     where = layout(LENGTHS, GAPS, 7)
     arguments = [t.float().requires_grad_() for t in inputs(where)]
