@@ -36,7 +36,7 @@ $(STAMP):
 	%d.%d: name another one, as in `make setup PYTHON=python3.12`" % v[:2])'
 	@test "$$($(RUN) --version 2>&1)" = "$$($(PYTHON) --version 2>&1)" || $(PYTHON) -m venv --clear $(VENV)
 	@echo "installing into $(VENV), once: a few minutes"
-	@$(RUN) -m pip install --quiet $$(command -v nvidia-smi > /dev/null && echo 'torch>=2.11' || echo torch==2.13.0) -c constraints.txt
+	@$(RUN) -m pip install --quiet $$(command -v nvidia-smi > /dev/null && echo 'torch>=2.11' || echo torch==2.13.0 triton==3.7.1) -c constraints.txt
 	@$(RUN) -m pip install --quiet --editable '.[dev,parity]' -c constraints.txt
 	@rm -f $(VENV)/set-up-*
 	@touch $@
