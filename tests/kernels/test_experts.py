@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import experts as module
-from kernels.experts import IMPLEMENTATIONS, experts
+from kernels.experts import IMPLEMENTATIONS, cpu, experts
 from kernels.linear import ENVIRONMENT
 
 NAMES = ("y", "x", "weights", "up", "down")
@@ -49,7 +48,7 @@ def routing(case: str) -> Tensor:
     if case == "empty experts":
         return torch.stack([torch.randperm(2)[:2] * 2 + 1 for _ in range(75)])
     if case == "exact multiples":  # no padding at all
-        return torch.arange(E)[:, None].repeat(module.ROWS, 2)
+        return torch.arange(E)[:, None].repeat(cpu.ROWS, 2)
     if case == "one token":
         return torch.tensor([[4, 1]])
     if case == "nothing here":
@@ -173,7 +172,7 @@ def test_backward_keeps_the_input_and_the_pre_activation_alone():
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         experts(leaves[0], ids, *leaves[1:], activation="relu2", implementation="cpu")
     own = [tuple(t.shape) for t in (x, ids, weights, up, down)]
-    assert sorted(saved) == sorted([*own, (ids.numel() + E * (module.ROWS - 1), FFN)])
+    assert sorted(saved) == sorted([*own, (ids.numel() + E * (cpu.ROWS - 1), FFN)])
 
 
 def test_twice_the_same_bits():
@@ -186,7 +185,7 @@ def test_twice_the_same_bits():
 def test_operators_pass_opcheck():
     x, ids, weights, up, down = (t.float() if t.is_floating_point() else t for t in inputs(routing("out of range")))
     leaves = [t.requires_grad_() for t in (x, weights, up, down)]
-    torch.library.opcheck(module._experts_op, (leaves[0], ids, *leaves[1:], "relu2"),
+    torch.library.opcheck(cpu._experts_op, (leaves[0], ids, *leaves[1:], "relu2"),
                           test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
 
 

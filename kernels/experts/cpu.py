@@ -1,79 +1,16 @@
-"""Mixture-of-experts MLP: each token goes through its chosen experts, whose results are summed with the router's weights.
+"""Experts on a CPU: one matrix product an expert and layer, each library call at a shape that its cache knows."""
 
-Expert numbers outside [0, E) contribute nothing: padding tokens, experts on other ranks. Results are deterministic: tokens are sorted
-stably by expert, and each token gathers its rows in the order of its choices, so nothing is added atomically.
-"""
-
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.activation import activate, activate_backward, activate_wide, widen
+from kernels.activation import activate_backward, activate_wide, widen
+from kernels.experts.routing import expert_keys
 from kernels.linear import product
 
 ROWS = 32  # rows of an expert are padded to a multiple: oneDNN builds a kernel for each new shape and keeps only the last 1,024
-
-
-def experts(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor, *, activation: str,
-            implementation: str = "auto") -> Tensor:
-    """Weighted sum over each token's experts of down act(up x). [T, D]
-
-    :param ids_TK: int64, the chosen experts; those outside [0, E) contribute nothing
-    :param weights_TK: the router's weights, fp32 or wider
-    :param up_EFD: [E, F, D]; for swiglu [E, 2F, D], gate rows before up rows
-    :param activation: relu2 | swiglu
-    :param implementation: auto | a key of IMPLEMENTATIONS
-    """
-    if implementation == "auto":
-        implementation = "cpu" if x_TD.device.type == "cpu" else "grouped_mm" if x_TD.dtype == torch.bfloat16 else "reference"
-    return IMPLEMENTATIONS[implementation](x_TD, ids_TK, weights_TK, up_EFD, down_EDF, activation)
-
-
-def experts_reference(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor, activation: str) -> Tensor:
-    """All experts on all tokens, those that a token did not choose weighted by 0."""
-    n_experts = up_EFD.shape[0]
-    chosen_TKE = ids_TK[..., None] == torch.arange(n_experts, device=ids_TK.device)
-    weights_TE = torch.einsum("tk,tke->te", weights_TK, chosen_TKE.to(weights_TK.dtype))
-    h_TEF = activate(torch.einsum("td,efd->tef", x_TD, up_EFD), activation)
-    y_TED = torch.einsum("tef,edf->ted", h_TEF, down_EDF)
-    return torch.einsum("ted,te->td", widen(y_TED), weights_TE).to(x_TD.dtype)
-
-
-def _experts_grouped_mm(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor, activation: str) -> Tensor:
-    keys = _keys(ids_TK, up_EFD.shape[0])
-    order = torch.argsort(keys, stable=True)
-    slots = torch.argsort(order)
-    counts = (keys[:, None] == torch.arange(up_EFD.shape[0], device=keys.device)).sum(0)
-    ends = counts.cumsum(0, dtype=torch.int32)
-    exists = (torch.arange(len(keys), device=keys.device) < ends[-1])[:, None]  # rows beyond the last end are left unwritten
-    rows = _Permute.apply(x_TD.repeat_interleave(ids_TK.shape[1], 0), order, slots)
-    h = F.grouped_mm(torch.where(exists, rows, 0), up_EFD.transpose(1, 2), offs=ends)
-    h = activate(torch.where(exists, h, 0), activation)
-    y = torch.where(exists, F.grouped_mm(h, down_EDF.transpose(1, 2), offs=ends), 0)
-    y_TKD = _Permute.apply(y, slots, order).unflatten(0, ids_TK.shape)
-    return (widen(y_TKD) * weights_TK[..., None]).sum(1).to(x_TD.dtype)
-
-
-class _Permute(torch.autograd.Function):
-    """x[order], with the gradient as a gather too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return x[order]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad[ctx.saved_tensors[0]], None, None
-
-
-def _keys(ids_TK: Tensor, n_experts: int) -> Tensor:
-    """Expert of each choice [T * K], n_experts where there is none."""
-    ids = ids_TK.flatten()
-    return torch.where((ids >= 0) & (ids < n_experts), ids, n_experts)
 
 
 class _Route(NamedTuple):
@@ -86,7 +23,7 @@ class _Route(NamedTuple):
 
 
 def _route(ids_TK: Tensor, n_experts: int) -> _Route:
-    keys = _keys(ids_TK, n_experts)
+    keys = expert_keys(ids_TK, n_experts)
     counts = torch.bincount(keys, minlength=n_experts + 1)[:n_experts]
     sizes = -(-counts // ROWS) * ROWS
     rows, used = int(sizes.sum()), int(counts.sum())
@@ -192,9 +129,5 @@ def _backward(ctx: Any, dy_TD: Tensor, dh_RF: None) -> tuple[Tensor | None, ...]
 _experts_op.register_autograd(_backward, setup_context=_save)
 
 
-def _experts_cpu(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor, activation: str) -> Tensor:
+def experts_cpu(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor, activation: str) -> Tensor:
     return _experts_op(x_TD.contiguous(), ids_TK, weights_TK, up_EFD.contiguous(), down_EDF.contiguous(), activation)[0]
-
-
-IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, str], Tensor]] = {
-    "reference": experts_reference, "cpu": _experts_cpu, "grouped_mm": _experts_grouped_mm}

@@ -1,0 +1,32 @@
+"""Mixture-of-experts MLP: each token goes through its chosen experts, whose results are summed with the router's weights.
+
+Expert numbers outside [0, E) contribute nothing: padding tokens, experts on other ranks. Results are deterministic: tokens are sorted
+stably by expert, and each token gathers its rows in the order of its choices, so nothing is added atomically.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kernels.experts.adapters import experts_grouped_mm
+from kernels.experts.cpu import experts_cpu
+from kernels.experts.reference import experts_reference
+
+IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, str], Tensor]] = {
+    "reference": experts_reference, "cpu": experts_cpu, "grouped_mm": experts_grouped_mm}
+
+
+def experts(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor, *, activation: str,
+            implementation: str = "auto") -> Tensor:
+    """Weighted sum over each token's experts of down act(up x). [T, D]
+
+    :param ids_TK: int64, the chosen experts; those outside [0, E) contribute nothing
+    :param weights_TK: the router's weights, fp32 or wider
+    :param up_EFD: [E, F, D]; for swiglu [E, 2F, D], gate rows before up rows
+    :param activation: relu2 | swiglu
+    :param implementation: auto | a key of IMPLEMENTATIONS
+    """
+    if implementation == "auto":
+        implementation = "cpu" if x_TD.device.type == "cpu" else "grouped_mm" if x_TD.dtype == torch.bfloat16 else "reference"
+    return IMPLEMENTATIONS[implementation](x_TD, ids_TK, weights_TK, up_EFD, down_EDF, activation)
