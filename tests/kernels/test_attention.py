@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import attention as module
-from kernels.attention import IMPLEMENTATIONS, attention
+from kernels.attention import IMPLEMENTATIONS, adapters, attention, cpu
 
 N, G, H = 4, 2, 8
 LENGTHS = [1, 2, 3, 63, 64, 65, 100]
@@ -245,7 +244,7 @@ def test_arguments_of_flash_attention(monkeypatch, padding, options):
         lse.append(torch.full((N, len(q) - end), torch.nan))
         return torch.cat(out), torch.cat(lse, 1)
 
-    monkeypatch.setattr(module.varlen, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(adapters.varlen, "varlen_attn", varlen_attn)
     lengths = [1, 30, 0, 44]
     rows, probe = inputs(75 + padding), probes(75 + padding)
     probe[1].zero_()
@@ -256,8 +255,8 @@ def test_arguments_of_flash_attention(monkeypatch, padding, options):
 def test_operator_passes_opcheck():
     cu_seqlens, _ = boundaries([3, 0, 30], 4)
     q, k, v = (t.float().requires_grad_() for t in inputs(37))
-    torch.library.opcheck(module.forward_op, (q, k, v, cu_seqlens, True, 0.3, None))
-    torch.library.opcheck(module.forward_op, (q.detach(), k.detach(), v.detach(), cu_seqlens, False, 0.3, 5))
+    torch.library.opcheck(cpu.forward_op, (q, k, v, cu_seqlens, True, 0.3, None))
+    torch.library.opcheck(cpu.forward_op, (q.detach(), k.detach(), v.detach(), cu_seqlens, False, 0.3, 5))
 
 
 @pytest.mark.parametrize("implementation", FAST)

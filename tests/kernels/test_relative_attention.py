@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from kernels.ragged import Layout
-from kernels.relative_attention import IMPLEMENTATIONS, backward_op, forward_op, relative_attention
+from kernels.relative_attention import IMPLEMENTATIONS, relative_attention
+from kernels.relative_attention.cpu import backward_op, forward_op
 
 FAST = [name for name in IMPLEMENTATIONS if name != "reference"]
 NAMES = ("out", "q", "k", "v", "table", "bias_u", "bias_v")

@@ -1,80 +1,20 @@
-"""Softmax attention inside the documents of a packed row; a key and value head may serve several query heads."""
+"""Attention for CPUs: some query rows of a document at a time, with all keys that they see; the backward pass computes weights again."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import varlen
 
 from kernels.activation import widen
 
 BLOCK = 128  # query rows that the CPU version handles at a time
 
 
-def attention(q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor, cu_seqlens_U1: Tensor, *, segments_T: Tensor, causal: bool = True,
-              scale: float | None = None, window: int | None = None, implementation: str = "auto") -> tuple[Tensor, Tensor]:
-    """softmax(scale q kᵀ) v [T, N, H] in q's dtype, and the natural logarithm of the softmax's denominator [N, T], fp32 or wider.
-
-    Rows beyond the last document give 0, a logarithm of -inf, and no gradient.
-
-    :param k_TGH: query head n reads key and value head n // (N / G)
-    :param cu_seqlens_U1: document u owns rows cu_seqlens[u] : cu_seqlens[u + 1]
-    :param segments_T: the same row by row: number of the row's document, U or more beyond the last
-    :param causal: row i sees the rows j <= i of its document
-    :param scale: 1 / sqrt(H) unless given
-    :param window: row i sees the rows with |i - j| < window
-    :param implementation: auto | a key of IMPLEMENTATIONS
-    """
-    if implementation == "auto":
-        implementation = "blocks" if q_TNH.device.type == "cpu" else "reference"
-    scale = q_TNH.shape[-1] ** -0.5 if scale is None else scale
-    return IMPLEMENTATIONS[implementation](q_TNH, k_TGH, v_TGH, cu_seqlens_U1, segments_T, causal, scale, window)
-
-
-def attention_reference(q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor, cu_seqlens_U1: Tensor, segments_T: Tensor, causal: bool, scale: float,
-                        window: int | None) -> tuple[Tensor, Tensor]:
-    """A dense matrix of scores for each head, masked."""
-    q_TGRH = widen(q_TNH).unflatten(1, (k_TGH.shape[1], -1))
-    scores_GRTT = torch.einsum("igrh,jgh->grij", q_TGRH, widen(k_TGH)) * scale
-    row = torch.arange(len(q_TNH), device=q_TNH.device)
-    sees_TT = segments_T[:, None] == segments_T
-    if causal:
-        sees_TT &= row <= row[:, None]
-    if window is not None:
-        sees_TT &= (row - row[:, None]).abs() < window
-    scores_GRTT = torch.where(sees_TT, scores_GRTT, -torch.inf)
-    # the rows beyond the last document attend to each other, which keeps NaN out of their gradients, until they are cleared here
-    real_T = segments_T < len(cu_seqlens_U1) - 1
-    lse_NT = torch.where(real_T, scores_GRTT.logsumexp(-1), -torch.inf).flatten(0, 1)
-    weights_GRTT = torch.where(real_T[:, None], scores_GRTT.softmax(-1), 0)
-    return torch.einsum("grij,jgh->igrh", weights_GRTT, widen(v_TGH)).flatten(1, 2).to(q_TNH.dtype), lse_NT
-
-
-def _attention_blocks(q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor, cu_seqlens_U1: Tensor, segments_T: Tensor, causal: bool, scale: float,
-                      window: int | None) -> tuple[Tensor, Tensor]:
+def attention_blocks(q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor, cu_seqlens_U1: Tensor, segments_T: Tensor, causal: bool, scale: float,
+                     window: int | None) -> tuple[Tensor, Tensor]:
     return forward_op(q_TNH, k_TGH, v_TGH, cu_seqlens_U1, causal, scale, window)
-
-
-def _attention_varlen(q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor, cu_seqlens_U1: Tensor, segments_T: Tensor, causal: bool, scale: float,
-                      window: int | None) -> tuple[Tensor, Tensor]:
-    """PyTorch's flash attention, which has no gradient of the logarithm and leaves rows without a document as the memory was.
-
-    Here those rows are one more document, so that everything it returns has been computed, and are cleared afterwards.
-    """
-    rows = len(q_TNH)
-    bounds = F.pad(cu_seqlens_U1, (0, 1), value=rows)
-    reach = -1 if window is None else window - 1
-    out_TNH, lse_NT = varlen.varlen_attn(q_TNH, k_TGH, v_TGH, bounds, bounds, rows, rows, return_aux=varlen.AuxRequest(lse=True),
-                                         scale=scale, window_size=(reach, 0 if causal else reach), enable_gqa=True)
-    real_T = segments_T < len(cu_seqlens_U1) - 1
-    return torch.where(real_T[:, None, None], out_TNH, 0), torch.where(real_T, lse_NT.detach(), -torch.inf)
-
-
-IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, bool, float, int | None], tuple[Tensor, Tensor]]] = {
-    "reference": attention_reference, "blocks": _attention_blocks, "varlen": _attention_varlen}
 
 
 class _Block(NamedTuple):
