@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
+collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreter"]  # run by tests/kernels/test_interpreter.py
+
 
 def _poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def allocate_poison(*args: Any, **kwargs: Any) -> Tensor:
