@@ -1,11 +1,5 @@
-"""The scan of Mamba-2 over a packed row, by state-space duality (Dao & Gu 2024).
+"""The scan chunk by chunk, in products that CPUs run fast."""
 
-Each head has one decay rate, a group of heads shares B and C, and every document starts from a state of zero:
-
-    state_t = exp(dt_t a) state_{t-1} + dt_t x_t B_tᵀ        y_t = state_t C_t + d x_t
-"""
-
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,45 +10,8 @@ from kernels.activation import widen
 from kernels.inductor import stored
 
 
-def ssd(x_TNH: Tensor, dt_TN: Tensor, a_N: Tensor, b_TGS: Tensor, c_TGS: Tensor, d_N: Tensor, segments_T: Tensor, *, chunk: int,
-        dt_bias_N: Tensor | None = None, dt_softplus: bool = True, dt_limit: tuple[float, float] = (0.0, float("inf")),
-        implementation: str = "auto") -> Tensor:
-    """y in x's dtype; step sizes, decays and states are fp32 (fp64 for fp64 inputs). [T, N, H]
-
-    :param dt_TN: the step sizes are clamp(softplus(dt + dt_bias), *dt_limit)
-    :param a_N: decay rates, negative
-    :param b_TGS: head n reads group n // (N / G)
-    :param segments_T: document number of each token, non-decreasing
-    :param chunk: tokens whose interaction is computed directly; further ones go through the state
-    :param implementation: auto | a key of IMPLEMENTATIONS
-    """
-    run = IMPLEMENTATIONS["chunked" if implementation == "auto" else implementation]
-    dt_TN = widen(dt_TN)
-    if dt_bias_N is not None:
-        dt_TN = dt_TN + widen(dt_bias_N)
-    if dt_softplus:
-        dt_TN = F.softplus(dt_TN)
-    return run(x_TNH, dt_TN.clamp(*dt_limit), widen(a_N), b_TGS, c_TGS, widen(d_N), segments_T, chunk)
-
-
-def ssd_reference(x_TNH: Tensor, dt_TN: Tensor, a_N: Tensor, b_TGS: Tensor, c_TGS: Tensor, d_N: Tensor, segments_T: Tensor,
-                  chunk: int) -> Tensor:
-    """The recurrence, token by token."""
-    heads = x_TNH.shape[1] // b_TGS.shape[1]
-    x_TNH1, b_TN1S, c_TN1S = widen(x_TNH)[..., None], *(widen(t).repeat_interleave(heads, 1)[:, :, None] for t in (b_TGS, c_TGS))
-    state_NHS = torch.zeros_like(x_TNH1[0] * b_TN1S[0])
-    y = []
-    for t in range(len(x_TNH)):
-        if segments_T[t] != segments_T[max(t - 1, 0)]:
-            state_NHS = torch.zeros_like(state_NHS)
-        dt_N11 = dt_TN[t, :, None, None]
-        state_NHS = torch.exp(dt_N11 * a_N[:, None, None]) * state_NHS + dt_N11 * x_TNH1[t] * b_TN1S[t]
-        y.append((state_NHS * c_TN1S[t]).sum(-1) + d_N[:, None] * x_TNH1[t, :, :, 0])
-    return torch.stack(y).to(x_TNH.dtype)
-
-
-def _ssd_chunked(x_TNH: Tensor, dt_TN: Tensor, a_N: Tensor, b_TGS: Tensor, c_TGS: Tensor, d_N: Tensor, segments_T: Tensor,
-                 chunk: int) -> Tensor:
+def ssd_chunked(x_TNH: Tensor, dt_TN: Tensor, a_N: Tensor, b_TGS: Tensor, c_TGS: Tensor, d_N: Tensor, segments_T: Tensor,
+                chunk: int) -> Tensor:
     """Tokens of one chunk interact directly, those of earlier chunks through the state that is carried into the chunk.
 
     Letters of this file: L chunks, Q tokens a chunk, R heads a group, X = R * H. Products run in x's dtype, one a chunk and group (or
@@ -84,10 +41,6 @@ def _ssd_chunked(x_TNH: Tensor, dt_TN: Tensor, a_N: Tensor, b_TGS: Tensor, c_TGS
     carried_LGRQH = (c_LGQS @ state_LGSX).unflatten(3, (-1, head_dim)).transpose(2, 3)
     y_LGRQH = y_LGRQH + carried_LGRQH * from_start_LGRQ[..., None] + x_LGRQH * d_N.view(groups, -1, 1, 1)
     return y_LGRQH.to(x_TNH.dtype).permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1, 2)[: len(x_TNH)]
-
-
-IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int], Tensor]] = {
-    "reference": ssd_reference, "chunked": _ssd_chunked}
 
 
 def _chunks(t: Tensor, chunk: int) -> Tensor:

@@ -1,6 +1,5 @@
-"""Depthwise convolution along a packed row, causal or centred, whose taps never reach into another document."""
+"""The convolution as a sum of shifted rows, which Inductor turns into a few passes."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,46 +10,10 @@ from kernels.activation import widen
 from kernels.inductor import stored, sum_rows
 
 
-def causal_conv1d(x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, segments_T: Tensor, *, activation: str | None = "silu",
-                  implementation: str = "auto") -> Tensor:
-    """activation(bias + sum over taps w of weight[:, w] x[t - (W - 1 - w)]), where both rows are of the same document. [T, C]
-
-    :param segments_T: document number of each row, non-decreasing
-    :param activation: silu | None
-    :param implementation: auto | a key of IMPLEMENTATIONS
-    """
-    if activation not in ("silu", None):
-        raise ValueError(f"activation of a causal convolution is 'silu' or None, not {activation!r}")
-    run = IMPLEMENTATIONS["shifted" if implementation == "auto" else implementation]
-    return run(x_TC, weight_CW, bias_C, segments_T, activation, 0)
-
-
-def centred_conv1d(x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, segments_T: Tensor, *, implementation: str = "auto") -> Tensor:
-    """bias + sum over taps w of weight[:, w] x[t + w - W // 2], where both rows are of the same document; W is odd. [T, C]"""
-    run = IMPLEMENTATIONS["shifted" if implementation == "auto" else implementation]
-    return run(x_TC, weight_CW, bias_C, segments_T, None, weight_CW.shape[1] // 2)
-
-
-def conv1d_reference(x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, segments_T: Tensor, activation: str | None,
-                     ahead: int) -> Tensor:
-    """One convolution of the library a document; the last `ahead` taps read later rows."""
-    channels, width = weight_CW.shape
-    weight, bias = widen(weight_CW)[:, None], None if bias_C is None else widen(bias_C)
-    pieces = []
-    for x in widen(x_TC).split(torch.unique_consecutive(segments_T, return_counts=True)[1].tolist()):
-        pieces.append(F.conv1d(F.pad(x.T, (width - 1 - ahead, ahead)), weight, bias, groups=channels).T)
-    z_TC = torch.cat(pieces)
-    return (F.silu(z_TC) if activation == "silu" else z_TC).to(x_TC.dtype)
-
-
-def _conv1d_shifted(x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, segments_T: Tensor, activation: str | None,
-                    ahead: int) -> Tensor:
+def conv1d_shifted(x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, segments_T: Tensor, activation: str | None,
+                   ahead: int) -> Tensor:
     bias_C = weight_CW.new_zeros(len(weight_CW)) if bias_C is None else bias_C
     return _Shifted.apply(x_TC, weight_CW, bias_C, segments_T, activation, ahead)
-
-
-IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor | None, Tensor, str | None, int], Tensor]] = {
-    "reference": conv1d_reference, "shifted": _conv1d_shifted}
 
 
 class _Shifted(torch.autograd.Function):
