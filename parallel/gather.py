@@ -88,6 +88,7 @@ class Unit:
 
     def __init__(self, leaves: Sequence[P], mesh: Mesh, dtype: torch.dtype, reshard: bool):
         self.dtype, self.reshard = dtype, reshard and mesh.world > 1
+        self.cast: list[int] = []  # whole on this rank: nothing to move, a copy in the compute dtype
         by_group: dict[str, list[Member]] = {}
         groups: dict[str, ProcessGroup] = {}
         for index, p in enumerate(leaves):
@@ -95,6 +96,9 @@ class Unit:
             dim, ranks = sharding.sharded_dim(p), where.size(0)
             if p.kind == "buffer" or (ranks == 1 and dtype == torch.float32):
                 continue  # used as it is
+            if ranks == 1:
+                self.cast.append(index)
+                continue
             shape = list(p.shape)
             for d, axis in enumerate(p.axes):
                 if axis in sharding.RULES:
@@ -106,25 +110,24 @@ class Unit:
             groups[key] = group
             by_group.setdefault(key, []).append(Member(index, dim, p.shape[dim], local, tuple(shape)))
         self.groups = [FlatGroup(groups[k], groups[k].size(), tuple(m)) for k, m in by_group.items()]
-        self.moved = [m.index for g in self.groups for m in g.members]  # order in which whole tensors come out
+        self.moved = [m.index for g in self.groups for m in g.members] + self.cast  # order in which whole tensors come out
 
     def start(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """Begin to gather; one buffer a group."""
-        packed = [g.pack(shards, self.dtype) for g in self.groups]
-        return [all_gather_start(flat, g.group) if g.ranks > 1 else flat for g, flat in zip(self.groups, packed, strict=True)]
+        """Begin to gather; one buffer a group, and the tensors that are only cast."""
+        return [all_gather_start(g.pack(shards, self.dtype), g.group) for g in self.groups] + [shards[i].to(self.dtype) for i in self.cast]
 
     def finish(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """The whole tensors, in the order of `moved`."""
-        return [t for g, flat in zip(self.groups, flats, strict=True) for t in g.unpack(wait(flat) if g.ranks > 1 else flat)]
+        whole = [t for g, flat in zip(self.groups, flats, strict=False) for t in g.unpack(wait(flat))]
+        return whole + list(flats[len(self.groups) :])
 
     def reduce(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Gradient shards in the order of `moved` from whole gradients in the same order."""
         out, first = [], 0
         for g in self.groups:
-            flat = g.pack_grads(grads[first : first + len(g.members)])
-            out += g.unpack_grads(reduce_scatter(flat, g.group) if g.ranks > 1 else flat)
+            out += g.unpack_grads(reduce_scatter(g.pack_grads(grads[first : first + len(g.members)]), g.group))
             first += len(g.members)
-        return out
+        return out + [grad.float() for grad in grads[first:]]
 
 
 class Use:
@@ -173,7 +176,7 @@ class Use:
     def weights(self) -> list[Tensor]:
         """All parameters of the unit, whole, connected to the shards for autograd."""
         out = list(self.shards)
-        if self.unit.groups:
+        if self.unit.moved:
             for index, tensor in zip(self.unit.moved, _Gather.apply(self, *(self.shards[i] for i in self.unit.moved)), strict=True):
                 out[index] = tensor
         return out
@@ -219,7 +222,7 @@ class _Gather(torch.autograd.Function):
 def gather_traced(unit: Unit, shards: Sequence[Tensor]) -> list[Tensor]:
     """All parameters of the unit, whole, inside a compiled step; the compiler orders the collectives."""
     out = list(shards)
-    if unit.groups:
+    if unit.moved:
         for index, tensor in zip(unit.moved, _TracedGather.apply(unit, *(shards[i] for i in unit.moved)), strict=True):
             out[index] = tensor
     return out
