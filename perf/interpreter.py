@@ -134,7 +134,7 @@ def _checked(mask: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def change(access: Callable[..., Any]) -> Callable[..., Any]:
         def run(self: Any, pointers: TensorHandle, *operands: Any) -> Any:
             given = operands[mask - 1]
-            chosen = np.broadcast_to(getattr(given, "data", given) if isinstance(given, TensorHandle) else given, pointers.data.shape)
+            chosen = np.broadcast_to(getattr(given, "data", given) if isinstance(given, TensorHandle) else given, pointers.data.shape) != 0
             first = pointers.data[chosen]
             if first.size:
                 size = np.uint64(max(1, pointers.get_element_ty().primitive_bitwidth // 8))
