@@ -1,33 +1,47 @@
 """Softmax attention inside the documents of a packed row; a key and value head may serve several query heads."""
 
+import importlib.util
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from kernels.attention.adapters import attention_varlen
 from kernels.attention.cpu import attention_blocks
 from kernels.attention.reference import attention_reference
 
+IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, bool, float, int | None],
+                                    tuple[Tensor, Tensor]]] = {
+    "reference": attention_reference, "blocks": attention_blocks, "varlen": attention_varlen}
 
-def attention(q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor, cu_seqlens_U1: Tensor, *, segments_T: Tensor, causal: bool = True,
-              scale: float | None = None, window: int | None = None, implementation: str = "auto") -> tuple[Tensor, Tensor]:
+if importlib.util.find_spec("triton"):
+    from kernels.attention.triton import attention_triton
+
+    IMPLEMENTATIONS["triton"] = attention_triton
+
+
+def attention(q_TNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, cu_seqlens_U1: Tensor, *, segments_T: Tensor, keys_2U: Tensor | None = None,
+              causal: bool = True, scale: float | None = None, window: int | None = None,
+              implementation: str = "auto") -> tuple[Tensor, Tensor]:
     """softmax(scale q kᵀ) v [T, N, H] in q's dtype, and the natural logarithm of the softmax's denominator [N, T], fp32 or wider.
 
-    Rows beyond the last document give 0, a logarithm of -inf, and no gradient.
+    Rows that see no key, like those beyond the last document, give 0, a logarithm of -inf, and no gradient.
 
-    :param k_TGH: query head n reads key and value head n // (N / G)
-    :param cu_seqlens_U1: document u owns rows cu_seqlens[u] : cu_seqlens[u + 1]
+    :param k_SGH: query head n reads key and value head n // (N / G); S is T unless keys_2U is given
+    :param cu_seqlens_U1: document u owns rows cu_seqlens[u] : cu_seqlens[u + 1]; the first is 0
     :param segments_T: the same row by row: number of the row's document, U or more beyond the last
-    :param causal: row i sees the rows j <= i of its document
+    :param keys_2U: document u sees rows keys[0, u] : keys[1, u] of k and v, its own unless given; its last row sits at the last of them.
+        Neither bound may decrease from one document to the next; ranges may overlap.
+    :param causal: a row sees no key behind the one at which it sits
     :param scale: 1 / sqrt(H) unless given
-    :param window: row i sees the rows with |i - j| < window
+    :param window: a row sees the keys less than this away from the one at which it sits
     :param implementation: auto | a key of IMPLEMENTATIONS
     """
     if implementation == "auto":
-        implementation = "blocks" if q_TNH.device.type == "cpu" else "reference"
+        implementation = "blocks" if q_TNH.device.type == "cpu" else _accelerated(q_TNH)
     scale = q_TNH.shape[-1] ** -0.5 if scale is None else scale
-    return IMPLEMENTATIONS[implementation](q_TNH, k_TGH, v_TGH, cu_seqlens_U1, segments_T, causal, scale, window)
+    return IMPLEMENTATIONS[implementation](q_TNH, k_SGH, v_SGH, cu_seqlens_U1, segments_T, keys_2U, causal, scale, window)
 
 
-IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, bool, float, int | None], tuple[Tensor, Tensor]]] = {
-    "reference": attention_reference, "blocks": attention_blocks, "varlen": attention_varlen}
+def _accelerated(q_TNH: Tensor) -> str:
+    return "triton" if "triton" in IMPLEMENTATIONS and q_TNH.dtype != torch.float64 else "reference"

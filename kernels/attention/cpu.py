@@ -1,6 +1,5 @@
 """Attention for CPUs: some query rows of a document at a time, with all keys that they see; the backward pass computes weights again."""
 
-import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -10,11 +9,12 @@ from torch import Tensor
 from kernels.activation import widen
 
 BLOCK = 128  # query rows that the CPU version handles at a time
+_EVERYTHING = 1 << 40  # keys, more than there are
 
 
-def attention_blocks(q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor, cu_seqlens_U1: Tensor, segments_T: Tensor, causal: bool, scale: float,
-                     window: int | None) -> tuple[Tensor, Tensor]:
-    return forward_op(q_TNH, k_TGH, v_TGH, cu_seqlens_U1, causal, scale, window)
+def attention_blocks(q_TNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, cu_seqlens_U1: Tensor, segments_T: Tensor, keys_2U: Tensor | None,
+                     causal: bool, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+    return forward_op(q_TNH, k_SGH, v_SGH, cu_seqlens_U1, keys_2U, causal, scale, window)
 
 
 class _Block(NamedTuple):
@@ -25,14 +25,20 @@ class _Block(NamedTuple):
     bias: Tensor | None
 
 
-def _blocks(cu_seqlens_U1: Tensor, causal: bool, window: int | None) -> Iterator[_Block]:
-    for start, end in itertools.pairwise(cu_seqlens_U1.tolist()):
-        for first in range(start, end, BLOCK):
+def _blocks(cu_seqlens_U1: Tensor, keys_2U: Tensor | None, causal: bool, window: int | None) -> Iterator[_Block]:
+    """Leaves out rows that see no key."""
+    bounds = cu_seqlens_U1.tolist()
+    key_starts, key_ends = (bounds[:-1], bounds[1:]) if keys_2U is None else keys_2U.tolist()
+    for start, end, key_start, key_end in zip(bounds[:-1], bounds[1:], key_starts, key_ends, strict=True):
+        to_key = key_end - end  # from a row to the key at which it sits
+        reach = 0 if causal else _EVERYTHING if window is None else window - 1  # how far a row sees ahead
+        sighted = max(start, key_start - to_key - reach) if key_start < key_end else end
+        for first in range(sighted, end, BLOCK):
             last = min(first + BLOCK, end)
-            before = start if window is None else max(start, first - window + 1)
-            after = last if causal else end if window is None else min(end, last + window - 1)
-            biased = after if not causal and window is None else first if window is None else before  # first key of the bias
-            ahead = torch.arange(biased, after) - torch.arange(first, last)[:, None]
+            before = key_start if window is None else max(key_start, first + to_key - window + 1)
+            after = min(key_end, last + to_key + reach)
+            biased = before if window is not None else first + to_key if causal else after  # first key of the bias
+            ahead = torch.arange(biased, after) - torch.arange(first, last)[:, None] - to_key
             hidden = torch.zeros_like(ahead, dtype=torch.bool)
             if causal:
                 hidden |= ahead > 0
@@ -66,63 +72,63 @@ def _by_row(x_GMH: Tensor, heads: int) -> Tensor:
 
 
 @torch.library.custom_op("reedling::attention", mutates_args=(), device_types="cpu")
-def forward_op(q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor, cu_seqlens_U1: Tensor, causal: bool, scale: float,
+def forward_op(q_TNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, cu_seqlens_U1: Tensor, keys_2U: Tensor | None, causal: bool, scale: float,
                window: int | None) -> tuple[Tensor, Tensor]:
-    heads, groups = q_TNH.shape[1], k_TGH.shape[1]
-    k_GTH, v_GTH = (t.transpose(0, 1).contiguous() for t in (k_TGH, v_TGH))
+    heads, groups = q_TNH.shape[1], k_SGH.shape[1]
+    k_GSH, v_GSH = (t.transpose(0, 1).contiguous() for t in (k_SGH, v_SGH))
     out_TNH, lse_NT = q_TNH.new_zeros(q_TNH.shape), widen(q_TNH.new_full((heads, len(q_TNH)), -torch.inf))
-    for rows, keys, bias in _blocks(cu_seqlens_U1, causal, window):
-        scores_GMK = _scores(_by_group(q_TNH[rows], groups), k_GTH[:, keys], scale, bias)
+    for rows, keys, bias in _blocks(cu_seqlens_U1, keys_2U, causal, window):
+        scores_GMK = _scores(_by_group(q_TNH[rows], groups), k_GSH[:, keys], scale, bias)
         weights_GMK = scores_GMK.softmax(-1)
         # the largest weight is exp(largest score - lse), and at least 1 / K
         lse_NT[:, rows] = (scores_GMK.amax(-1) - weights_GMK.amax(-1).log()).view(heads, -1)
-        out_TNH[rows] = _by_row(weights_GMK.to(q_TNH.dtype) @ v_GTH[:, keys], heads)
+        out_TNH[rows] = _by_row(weights_GMK.to(q_TNH.dtype) @ v_GSH[:, keys], heads)
     return out_TNH, lse_NT
 
 
 @torch.library.custom_op("reedling::attention_backward", mutates_args=(), device_types="cpu")
-def backward_op(dout_TNH: Tensor, dlse_NT: Tensor | None, q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor, cu_seqlens_U1: Tensor, causal: bool,
-                scale: float, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
+def backward_op(dout_TNH: Tensor, dlse_NT: Tensor | None, q_TNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, cu_seqlens_U1: Tensor,
+                keys_2U: Tensor | None, causal: bool, scale: float, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; the weights are computed again."""
-    heads, groups = q_TNH.shape[1], k_TGH.shape[1]
-    k_GTH, v_GTH = (t.transpose(0, 1).contiguous() for t in (k_TGH, v_TGH))
-    dq_TNH, dk_GTH, dv_GTH = q_TNH.new_zeros(q_TNH.shape), torch.zeros_like(widen(k_GTH)), torch.zeros_like(widen(v_GTH))
-    for rows, keys, bias in _blocks(cu_seqlens_U1, causal, window):
+    heads, groups = q_TNH.shape[1], k_SGH.shape[1]
+    k_GSH, v_GSH = (t.transpose(0, 1).contiguous() for t in (k_SGH, v_SGH))
+    dq_TNH, dk_GSH, dv_GSH = q_TNH.new_zeros(q_TNH.shape), torch.zeros_like(widen(k_GSH)), torch.zeros_like(widen(v_GSH))
+    for rows, keys, bias in _blocks(cu_seqlens_U1, keys_2U, causal, window):
         q_GMH, dout_GMH = (_by_group(t[rows], groups) for t in (q_TNH, dout_TNH))
-        weights_GMK = _scores(q_GMH, k_GTH[:, keys], scale, bias).softmax(-1)
-        dweights_GMK = widen(dout_GMH @ v_GTH[:, keys].mT)
+        weights_GMK = _scores(q_GMH, k_GSH[:, keys], scale, bias).softmax(-1)
+        dweights_GMK = widen(dout_GMH @ v_GSH[:, keys].mT)
         dscores_GMK = torch._softmax_backward_data(dweights_GMK, weights_GMK, -1, weights_GMK.dtype)
         if dlse_NT is not None:
             dscores_GMK.addcmul_(weights_GMK, dlse_NT[:, rows].reshape(groups, -1, 1))
         weights_GMK, dscores_GMK = weights_GMK.to(q_TNH.dtype), dscores_GMK.to(q_TNH.dtype)
-        dq_TNH[rows] = _by_row(_product(dscores_GMK, k_GTH[:, keys], scale), heads)
-        dk_GTH[:, keys].add_(_product(dscores_GMK.mT, q_GMH, scale))
-        dv_GTH[:, keys].add_(weights_GMK.mT @ dout_GMH)
-    dk_TGH, dv_TGH = (t.transpose(0, 1).to(q_TNH.dtype).contiguous() for t in (dk_GTH, dv_GTH))
-    return dq_TNH, dk_TGH, dv_TGH
+        dq_TNH[rows] = _by_row(_product(dscores_GMK, k_GSH[:, keys], scale), heads)
+        dk_GSH[:, keys].add_(_product(dscores_GMK.mT, q_GMH, scale))
+        dv_GSH[:, keys].add_(weights_GMK.mT @ dout_GMH)
+    dk_SGH, dv_SGH = (t.transpose(0, 1).to(q_TNH.dtype).contiguous() for t in (dk_GSH, dv_GSH))
+    return dq_TNH, dk_SGH, dv_SGH
 
 
 @forward_op.register_fake
-def _(q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor, cu_seqlens_U1: Tensor, causal: bool, scale: float,
+def _(q_TNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, cu_seqlens_U1: Tensor, keys_2U: Tensor | None, causal: bool, scale: float,
       window: int | None) -> tuple[Tensor, Tensor]:
     return q_TNH.new_empty(q_TNH.shape), widen(q_TNH.new_empty((q_TNH.shape[1], q_TNH.shape[0])))
 
 
 @backward_op.register_fake
-def _(dout_TNH: Tensor, dlse_NT: Tensor | None, q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor, cu_seqlens_U1: Tensor, causal: bool,
-      scale: float, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    return q_TNH.new_empty(q_TNH.shape), k_TGH.new_empty(k_TGH.shape), v_TGH.new_empty(v_TGH.shape)
+def _(dout_TNH: Tensor, dlse_NT: Tensor | None, q_TNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, cu_seqlens_U1: Tensor,
+      keys_2U: Tensor | None, causal: bool, scale: float, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    return q_TNH.new_empty(q_TNH.shape), k_SGH.new_empty(k_SGH.shape), v_SGH.new_empty(v_SGH.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:4])
-    ctx.options = inputs[4:]
+    ctx.save_for_backward(*inputs[:5])
+    ctx.options = inputs[5:]
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, dout_TNH: Tensor | None, dlse_NT: Tensor | None) -> tuple[Tensor | None, ...]:
     dout_TNH = torch.zeros_like(ctx.saved_tensors[0]) if dout_TNH is None else dout_TNH
-    return *backward_op(dout_TNH, dlse_NT, *ctx.saved_tensors, *ctx.options), None, None, None, None
+    return *backward_op(dout_TNH, dlse_NT, *ctx.saved_tensors, *ctx.options), None, None, None, None, None
 
 
 forward_op.register_autograd(_backward, setup_context=_save)

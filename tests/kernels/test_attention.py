@@ -8,13 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.attention import IMPLEMENTATIONS, adapters, attention, cpu
+from kernels.attention import adapters, attention, cpu
 
 N, G, H = 4, 2, 8
 LENGTHS = [1, 2, 3, 63, 64, 65, 100]
-EVERYWHERE = [name for name in IMPLEMENTATIONS if name != "varlen"]  # which needs CUDA
-FAST = [name for name in EVERYWHERE if name != "reference"]
+FAST = ["blocks"]  # the others need CUDA, or Triton's interpreter
+EVERYWHERE = ["reference", *FAST]
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 1.5e-2}
+Ranges = list[tuple[int, int]]
 NAMES = ("out", "lse", "q", "k", "v")
 OPTIONS = [
     pytest.param({}, id="causal"),
@@ -33,27 +34,28 @@ def boundaries(lengths: list[int], padding: int) -> tuple[Tensor, Tensor]:
     return cu_seqlens.int(), torch.arange(len(counts)).repeat_interleave(counts).int()
 
 
-def inputs(rows: int, heads: int = N, groups: int = G) -> list[Tensor]:
+def inputs(rows: int, heads: int = N, groups: int = G, keys: int | None = None, size: int = H) -> list[Tensor]:
     """q, k, v in fp64, of values that bf16 holds exactly."""
-    return [torch.randn(rows, n, H).bfloat16().double() for n in (heads, groups, groups)]
+    return [torch.randn(length, n, size).bfloat16().double() for length, n in ((rows, heads), *[(keys or rows, groups)] * 2)]
 
 
-def probes(rows: int, heads: int = N) -> tuple[Tensor, Tensor]:
+def probes(rows: int, heads: int = N, size: int = H) -> tuple[Tensor, Tensor]:
     """What the gradients of out and lse are."""
-    return torch.randn(rows, heads, H).bfloat16().double(), torch.randn(heads, rows).bfloat16().double()
+    return torch.randn(rows, heads, size).bfloat16().double(), torch.randn(heads, rows).bfloat16().double()
 
 
 def results(rows: Sequence[Tensor], probe: tuple[Tensor, Tensor], lengths: list[int], padding: int, dtype: torch.dtype = torch.float64,
-            function=attention, **options) -> dict[str, Tensor]:
-    """Outputs and gradients; the logarithm of padding rows is checked and set to 0."""
+            function=attention, keys: Ranges | None = None, **options) -> dict[str, Tensor]:
+    """Outputs and gradients; the logarithm of rows that see nothing is set to 0, that of padding is checked before."""
     cu_seqlens, segments = boundaries(lengths, padding)
     q, k, v = (t.to(dtype).detach().clone().requires_grad_() for t in rows)
-    out, lse = function(q, k, v, cu_seqlens, segments_T=segments, **options)
-    real = segments < len(lengths)
-    assert bool((lse[:, ~real] == -torch.inf).all())
-    loss = (out * probe[0].to(out.dtype)).sum() + (lse * probe[1].to(lse.dtype))[:, real].sum()
+    ranges = {} if keys is None else {"keys_2U": torch.tensor(keys).T.int()}
+    out, lse = function(q, k, v, cu_seqlens, segments_T=segments, **ranges, **options)
+    assert bool((lse[:, segments >= len(lengths)] == -torch.inf).all())
+    sighted = lse != -torch.inf
+    loss = (out * probe[0].to(out.dtype)).sum() + (lse * probe[1].to(lse.dtype))[sighted].sum()
     grads = torch.autograd.grad(loss, (q, k, v))
-    return dict(zip(NAMES, (out.detach(), torch.where(real, lse.detach(), 0), *grads), strict=True))
+    return dict(zip(NAMES, (out.detach(), torch.where(sighted, lse.detach(), 0), *grads), strict=True))
 
 
 def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
@@ -65,29 +67,35 @@ def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance:
 
 def one_document(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, segments_T: Tensor, causal: bool = True,
                  scale: float | None = None, window: int | None = None) -> tuple[Tensor, Tensor]:
-    """PyTorch's attention on a row that is a single document."""
-    i, j = torch.meshgrid(torch.arange(len(q)), torch.arange(len(q)), indexing="ij")
-    sees = torch.ones(len(q), len(q), dtype=torch.bool)
+    """PyTorch's attention on rows and keys of a single document; rows that see nothing give what `attention` says."""
+    i, j = torch.meshgrid(torch.arange(len(k) - len(q), len(k)), torch.arange(len(k)), indexing="ij")
+    sees = torch.ones(len(q), len(k), dtype=torch.bool)
     if causal:
         sees &= j <= i
     if window is not None:
         sees &= (i - j < window) & (j - i < window)
+    blind = int((~sees.any(-1)).sum())  # the first rows
     q, k, v = q.transpose(0, 1), *(t.repeat_interleave(q.shape[1] // t.shape[1], 1).transpose(0, 1) for t in (k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=sees, scale=scale)
-    scores = q @ k.mT * (H**-0.5 if scale is None else scale)
-    return out.transpose(0, 1), torch.logsumexp(scores.masked_fill(~sees, -torch.inf), -1)
+    out = F.scaled_dot_product_attention(q[:, blind:], k, v, attn_mask=sees[blind:], scale=scale)
+    scores = q[:, blind:] @ k.mT * (q.shape[-1]**-0.5 if scale is None else scale)
+    lse = torch.logsumexp(scores.masked_fill(~sees[blind:], -torch.inf), -1)
+    return F.pad(out.transpose(0, 1), (0, 0, 0, 0, blind, 0)), F.pad(lse, (blind, 0), value=-torch.inf)
 
 
-def separate(rows: Sequence[Tensor], probe: tuple[Tensor, Tensor], lengths: list[int], padding: int, **options) -> dict[str, Tensor]:
+def separate(rows: Sequence[Tensor], probe: tuple[Tensor, Tensor], lengths: list[int], padding: int, keys: Ranges | None = None,
+             **options) -> dict[str, Tensor]:
     """Every document by itself; zeros for padding."""
-    out, dlse = probe
-    expected = {name: torch.zeros_like(t) for name, t in zip(NAMES, (out, dlse, *rows), strict=True)}
+    q, k, v = rows
+    expected = {name: torch.zeros_like(t) for name, t in zip(NAMES, (*probe, *rows), strict=True)}
     start = 0
-    for length in lengths:
-        where = slice(start, start + length)
-        part = results([t[where] for t in rows], (out[where], dlse[:, where]), [length], 0, function=one_document, **options)
-        for name in NAMES:
-            expected[name][(slice(None), where) if name == "lse" else where] = part[name]
+    for u, length in enumerate(lengths):
+        own = slice(start, start + length)
+        seen = own if keys is None else slice(*keys[u])
+        if length and seen.start < seen.stop:
+            part = results((q[own], k[seen], v[seen]), (probe[0][own], probe[1][:, own]), [length], 0, function=one_document, **options)
+            expected["out"][own], expected["lse"][:, own], expected["q"][own] = part["out"], part["lse"], part["q"]
+            expected["k"][seen] += part["k"]
+            expected["v"][seen] += part["v"]
         start += length
     return expected
 
@@ -116,6 +124,80 @@ def test_fast_versions_match_the_reference(lengths, options, implementation, dty
     assert_close(got, expected, TOLERANCE[dtype])
     assert [got[name].dtype for name in ("out", "q", "k", "v")] == [dtype] * 4
     assert got["lse"].dtype == torch.promote_types(dtype, torch.float32)
+
+
+RANGES: list[tuple[list[int], Ranges]] = [
+    ([3, 70, 5], [(0, 3), (3, 200), (200, 216)]),  # keys before the first row, as in a chunk of a document
+    ([30, 0, 140, 20], [(0, 11), (11, 11), (11, 20), (20, 20)]),  # fewer keys than rows, none at all
+    ([64, 40, 1, 33], [(10, 74), (10, 138), (10, 215), (215, 216)]),  # chunks of the same document
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("lengths, keys", RANGES)
+@pytest.mark.parametrize("implementation", EVERYWHERE)
+def test_ranges_of_keys(implementation, lengths, keys, options):
+    padding = 4
+    rows, probe = inputs(sum(lengths) + padding, keys=220), probes(sum(lengths) + padding)
+    got = results(rows, probe, lengths, padding, keys=keys, implementation=implementation, **options)
+    assert_close(got, separate(rows, probe, lengths, padding, keys, **options), 1e-13)
+
+
+def context_parallel(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], implementation: str) -> tuple[Tensor, Tensor]:
+    """Two ranks, of which one has the first and the last quarter of the row and the other the two between, with all keys."""
+    quarter, starts = len(q) // 4, [0, *itertools.accumulate(lengths)]
+    outs, lses = {}, {}
+    for mine in ((0, 3), (1, 2)):
+        parts, keys = [], []
+        for chunk, (start, end) in itertools.product(mine, itertools.pairwise(starts)):
+            first, last = max(start, chunk * quarter), min(end, (chunk + 1) * quarter)
+            if first < last:
+                parts.append(last - first)
+                keys.append((start, last))
+        own = torch.cat([torch.arange(chunk * quarter, (chunk + 1) * quarter) for chunk in mine])
+        cu_seqlens, segments = boundaries(parts, len(own) - sum(parts))
+        out, lse = attention(q[own], k, v, cu_seqlens, segments_T=segments, keys_2U=torch.tensor(keys).T.int(),
+                             implementation=implementation)
+        for chunk, rows, logs in zip(mine, out.chunk(2), lse.chunk(2, 1), strict=True):
+            outs[chunk], lses[chunk] = rows, logs
+    return torch.cat([outs[chunk] for chunk in range(4)]), torch.cat([lses[chunk] for chunk in range(4)], 1)
+
+
+def ring(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], implementation: str) -> tuple[Tensor, Tensor]:
+    """Keys come in two halves; the results of both are merged by their logarithms."""
+    half, starts = len(k) // 2, [0, *itertools.accumulate(lengths)]
+    outs, lses = [], []
+    for low, high in ((0, half), (half, len(k))):
+        parts, keys = [], []
+        for start, end in itertools.pairwise(starts):
+            seen = (min(max(start, low), high), max(min(end, high), low))
+            cut = min(max(start, high), end)  # rows from here on see all keys of this half
+            parts += [cut - start, end - cut]
+            keys += [seen, seen]
+        cu_seqlens, segments = boundaries(parts, len(q) - sum(parts))
+        ranges = torch.tensor(keys).T.int()
+        causal = attention(q, k, v, cu_seqlens, segments_T=segments, keys_2U=ranges, implementation=implementation)
+        whole = attention(q, k, v, cu_seqlens, segments_T=segments, keys_2U=ranges, causal=False, implementation=implementation)
+        beyond = (segments % 2 == 1) & (segments < len(parts))
+        outs.append(torch.where(beyond[:, None, None], whole[0], causal[0]))
+        lses.append(torch.where(beyond, whole[1], causal[1]))
+    lse = torch.logaddexp(*[lse.masked_fill(lse == -torch.inf, -1e4) for lse in lses])
+    shares = [torch.exp(part - lse).T[..., None] for part in lses]
+    return outs[0] * shares[0] + outs[1] * shares[1], lse
+
+
+@pytest.mark.parametrize("divided", [context_parallel, ring])
+@pytest.mark.parametrize("implementation", EVERYWHERE)
+def test_context_parallel_is_the_undivided_call(implementation, divided):
+    lengths, padding = [30, 100, 1, 17], 12
+    (q, k, v), (probe, dlse) = inputs(160), probes(160)
+    expected = results((q, k, v), (probe, dlse), lengths, padding, implementation=implementation)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    out, lse = divided(*leaves, lengths, implementation)
+    real = torch.arange(160) < sum(lengths)
+    loss = (out * probe)[real].sum() + (lse * dlse)[:, real].sum()
+    got = (torch.where(real[:, None, None], out, 0).detach(), torch.where(real, lse, 0).detach(), *torch.autograd.grad(loss, leaves))
+    assert_close(dict(zip(NAMES, got, strict=True)), expected, 1e-12)
 
 
 @pytest.mark.parametrize("implementation", EVERYWHERE)
@@ -255,8 +337,9 @@ def test_arguments_of_flash_attention(monkeypatch, padding, options):
 def test_operator_passes_opcheck():
     cu_seqlens, _ = boundaries([3, 0, 30], 4)
     q, k, v = (t.float().requires_grad_() for t in inputs(37))
-    torch.library.opcheck(cpu.forward_op, (q, k, v, cu_seqlens, True, 0.3, None))
-    torch.library.opcheck(cpu.forward_op, (q.detach(), k.detach(), v.detach(), cu_seqlens, False, 0.3, 5))
+    torch.library.opcheck(cpu.forward_op, (q, k, v, cu_seqlens, None, True, 0.3, None))
+    keys = torch.tensor([[0, 3, 3], [2, 3, 37]])
+    torch.library.opcheck(cpu.forward_op, (q.detach(), k.detach(), v.detach(), cu_seqlens, keys, False, 0.3, 5))
 
 
 @pytest.mark.parametrize("implementation", FAST)
