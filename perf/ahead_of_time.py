@@ -118,8 +118,9 @@ def _examined(function: JITFunction, compiled: Any, arch: int) -> Kernel:
     types = tuple(str(kind) for kind in signature.values() if kind != "constexpr")
     constants = {function.arg_names[path[0]]: value for path, value in compiled.src.constants.items() if len(path) == 1}
     registers, spills, warnings = _resources(compiled.asm["ptx"], arch)
-    return Kernel(function.fn.__name__, arch, types, constants, compiled.metadata.num_warps, compiled.metadata.num_stages, registers, spills,
-                  compiled.metadata.shared, _instructions(compiled.asm["cubin"]), warnings)
+    metadata = compiled.metadata
+    return Kernel(function.fn.__name__, arch, types, constants, metadata.num_warps, metadata.num_stages, registers, spills, metadata.shared,
+                  _instructions(compiled.asm["cubin"]), warnings)
 
 
 def _resources(ptx: str, arch: int) -> tuple[int, int, list[str]]:
