@@ -4,17 +4,23 @@ Expert numbers outside [0, E) contribute nothing: padding tokens, experts on oth
 stably by expert, and each token gathers its rows in the order of its choices, so nothing is added atomically.
 """
 
+import importlib.util
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from kernels.experts.adapters import experts_grouped_mm
+from kernels.experts.adapters import experts_grouped_mm, experts_loop
 from kernels.experts.cpu import experts_cpu
 from kernels.experts.reference import experts_reference
 
 IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, str], Tensor]] = {
-    "reference": experts_reference, "cpu": experts_cpu, "grouped_mm": experts_grouped_mm}
+    "reference": experts_reference, "cpu": experts_cpu, "grouped_mm": experts_grouped_mm, "loop": experts_loop}
+if importlib.util.find_spec("triton"):
+    from kernels.experts.grouped import grouped_gemm as grouped_gemm
+    from kernels.experts.triton import experts_triton
+
+    IMPLEMENTATIONS["triton"] = experts_triton
 
 
 def experts(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor, *, activation: str,
@@ -23,10 +29,19 @@ def experts(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, do
 
     :param ids_TK: int64, the chosen experts; those outside [0, E) contribute nothing
     :param weights_TK: the router's weights, fp32 or wider
-    :param up_EFD: [E, F, D]; for swiglu [E, 2F, D], gate rows before up rows
+    :param up_EFD: [E, F, D]; for swiglu [E, 2F, D], gate rows before up rows. "triton" also takes fp32 weights beside 16-bit tokens, and
+        then returns their gradients as it accumulated them, in fp32
     :param activation: relu2 | swiglu
     :param implementation: auto | a key of IMPLEMENTATIONS
     """
     if implementation == "auto":
-        implementation = "cpu" if x_TD.device.type == "cpu" else "grouped_mm" if x_TD.dtype == torch.bfloat16 else "reference"
+        implementation = _automatic(x_TD)
     return IMPLEMENTATIONS[implementation](x_TD, ids_TK, weights_TK, up_EFD, down_EDF, activation)
+
+
+def _automatic(x_TD: Tensor) -> str:
+    if x_TD.device.type == "cpu":
+        return "cpu"
+    if x_TD.dtype == torch.float64:
+        return "reference"
+    return "triton" if "triton" in IMPLEMENTATIONS else "grouped_mm"
