@@ -21,6 +21,7 @@ INTERPRETED_PROCESSORS = 3  # few enough that each takes several tiles of a test
 
 _assumed: dict[str, int] = {}  # "architecture", while kernels are compiled for a device that is not there
 _forced: dict[str, Mapping[str, int]] = {}  # tile sizes by kernel, while candidates are tried
+_listeners: list[set[tuple[str, str]]] = []  # kernels and shape classes that were asked for
 
 
 def architecture(device: torch.device) -> int:
@@ -42,15 +43,22 @@ def processors(device: torch.device) -> int:
 
 def tiles(operation: str, kernel: str, device: torch.device, shape: str = "any") -> dict[str, Any]:
     """Keyword arguments of a launch: the constants that set its tiles, num_warps and num_stages."""
+    for asked in _listeners:
+        asked.add((kernel, shape))
     if kernel in _forced:
         return dict(_forced[kernel])
-    choices = _table(operation)[kernel][shape]
+    choices = table(operation)[kernel][shape]
     return dict(choices.get(f"sm_{architecture(device)}", choices["default"]))
 
 
 @functools.cache
-def _table(operation: str) -> dict[str, dict[str, dict[str, dict[str, int]]]]:
-    return json.loads((Path(__file__).parent / operation / "tuned.json").read_text())
+def table(operation: str) -> dict[str, dict[str, dict[str, dict[str, int]]]]:
+    """The operation's tuned.json."""
+    return json.loads(path(operation).read_text())
+
+
+def path(operation: str) -> Path:
+    return Path(__file__).parent / operation / "tuned.json"
 
 
 @contextmanager
@@ -71,3 +79,14 @@ def forced(kernel: str, choice: Mapping[str, int]) -> Iterator[None]:
         yield
     finally:
         del _forced[kernel]
+
+
+@contextmanager
+def asked() -> Iterator[set[tuple[str, str]]]:
+    """Collects the kernels and shape classes whose tiles are asked for."""
+    kernels: set[tuple[str, str]] = set()
+    _listeners.append(kernels)
+    try:
+        yield kernels
+    finally:
+        _listeners.remove(kernels)

@@ -9,13 +9,13 @@ from kernels.activation import widen
 from kernels.linear import product
 from kernels.linear_cross_entropy.autograd import complete
 
-CHUNK = 512
+CHUNK = 256  # rows: with D = 512 their logits and the gradients of these take as much memory as the weight's gradient
 ROWS = 32  # the rows of a block are padded to a multiple: oneDNN builds a kernel for each new shape
 
 
 def linear_cross_entropy_chunked(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int | None, ignore_index: int,
                                  label_smoothing: float, z_loss: float, soft_cap: float | None) -> tuple[Tensor, Tensor]:
-    """Logits of `chunk` rows at a time, 512 unless given."""
+    """Logits of `chunk` rows at a time, 256 unless given."""
     h_grad, weight_grad = (torch.is_grad_enabled() and t.requires_grad for t in (h_TD, weight_VD))
     return _loss_op(h_TD.contiguous(), weight_VD.contiguous(), labels_T, CHUNK if chunk is None else chunk, ignore_index, label_smoothing,
                     z_loss, soft_cap, h_grad, weight_grad)[:2]

@@ -116,7 +116,8 @@ def _row_kernel(logits_ptr, labels_ptr, losses_ptr, vocabulary, ignore_index, SM
         highest = higher
 
     # The logarithm of `total` stays apart from `highest`: their sum would round away what a confident prediction still has to learn.
-    log_total = tl.log(total)
+    log_total = tl.log(tl.where(labelled, total, 1))
+    highest = tl.where(labelled, highest, 0)
     lse = highest + log_total
     loss = log_total + (highest - chosen) + Z_LOSS * lse * lse
     if SMOOTHING > 0:

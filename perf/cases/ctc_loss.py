@@ -13,7 +13,7 @@ def _case(name: str, use: Use, lengths: list[int], labels: list[int]) -> Case:
 
     def inputs(draw: Draw) -> dict[str, Any]:
         drawn = draw.normal(utterances, frames, most + 1).float().log_softmax(-1).to(draw.dtype)
-        return {"label_scores_ULS": drawn[..., :most].transpose(1, 2).contiguous().transpose(1, 2), "blank_scores_UL": drawn[..., most].clone(),
+        return {"label_scores_ULS": drawn[..., :most].clone(), "blank_scores_UL": drawn[..., most].clone(),
                 "labels_US": draw.integers(3, utterances, most), "lengths_U": torch.tensor(lengths, device=draw.device),
                 "label_lengths_U": torch.tensor(labels, device=draw.device)}
 

@@ -1,0 +1,19 @@
+"""The default configuration of every kernel, compiled without a GPU for two architectures: it builds, fits, does not spill, and multiplies
+with the tensor cores' own instructions where it multiplies."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from perf.cases import Operation, operations
+from perf.static import problems, variants
+
+OPERATIONS = [operation for operation in operations() if "triton" in operation.implementations]
+
+
+@pytest.mark.parametrize("arch", [90, 120])  # the wgmma pipeline, and the smallest shared memory
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+def test_default_configurations(operation: Operation, arch: int) -> None:
+    found = list(variants(operation, arch, candidates=False))
+    assert operation.products <= {variant.kernel.name for variant in found}
+    assert [(variant.kernel.name, variant.case, problem) for variant in found for problem in problems(variant, operation.products)] == []
