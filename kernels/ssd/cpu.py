@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.activation import widen
-from kernels.inductor import stored
+from kernels.inductor import stored, sum_rows
 
 
 def ssd_chunked(x_TNH: Tensor, dt_TN: Tensor, a_N: Tensor, b_TGS: Tensor, c_TGS: Tensor, d_N: Tensor, segments_T: Tensor,
@@ -39,8 +39,9 @@ def ssd_chunked(x_TNH: Tensor, dt_TN: Tensor, a_N: Tensor, b_TGS: Tensor, c_TGS:
 
     from_start_LGRQ = _exp_where((segments_LQ == previous_L[:, None])[:, None, None], cum_LGRQ)
     carried_LGRQH = (c_LGQS @ state_LGSX).unflatten(3, (-1, head_dim)).transpose(2, 3)
-    y_LGRQH = y_LGRQH + carried_LGRQH * from_start_LGRQ[..., None] + x_LGRQH * d_N.view(groups, -1, 1, 1)
-    return y_LGRQH.to(x_TNH.dtype).permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1, 2)[: len(x_TNH)]
+    y_LGRQH = y_LGRQH + carried_LGRQH * from_start_LGRQ[..., None]
+    y_TNH = y_LGRQH.permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1, 2)[: len(x_TNH)]
+    return _Skip.apply(y_TNH, x_TNH, d_N)
 
 
 def _chunks(t: Tensor, chunk: int) -> Tensor:
@@ -51,6 +52,22 @@ def _chunks(t: Tensor, chunk: int) -> Tensor:
 def _exp_where(mask: Tensor, x: Tensor) -> Tensor:
     """exp(x) where mask, else 0; masked before exp, which may overflow elsewhere."""
     return torch.where(mask, x, -torch.inf).exp()
+
+
+class _Skip(torch.autograd.Function):
+    """y + d x in x's dtype; the gradient of d is summed along rows first, as they lie in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, y_TNH: Tensor, x_TNH: Tensor, d_N: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TNH, d_N)
+        return (y_TNH + widen(x_TNH) * d_N[:, None]).to(x_TNH.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TNH: Tensor) -> Any:
+        x_TNH, d_N = ctx.saved_tensors
+        wide_TNH = widen(grad_TNH)
+        dd_N = sum_rows((wide_TNH * x_TNH).flatten(1)).view(x_TNH.shape[1:]).sum(1)
+        return wide_TNH, (wide_TNH * d_N[:, None]).to(x_TNH.dtype), dd_N
 
 
 class _Within(torch.autograd.Function):
