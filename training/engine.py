@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from configs.schema import CompileConfig
+from kernels.inductor import name_cached_graphs
 from model import params
 from model.params import Tree
 from parallel.gather import Unit, Use, gather_traced
@@ -41,6 +42,7 @@ class Engine:
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
         # about the transform in the features, which is a call into a library and no loss
         warnings.filterwarnings("ignore", message="Torchinductor does not support code generation for complex operators")
+        name_cached_graphs()
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
 
     def function(self, fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from kernels.activation import activate_backward, activate_wide, widen
 from kernels.experts.routing import expert_keys
 from kernels.linear import product
 
-ROWS = 32  # rows of an expert are padded to a multiple: oneDNN builds a kernel for each new shape and keeps only the last 1,024
+ROWS = 16  # rows of an expert are padded to a multiple: oneDNN builds a kernel for each new shape and keeps only the last 1,024
 
 
 class _Route(NamedTuple):

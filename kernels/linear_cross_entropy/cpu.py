@@ -10,6 +10,7 @@ from kernels.linear import product
 from kernels.linear_cross_entropy.autograd import complete
 
 CHUNK = 256  # rows: with D = 512 their logits and the gradients of these take as much memory as the weight's gradient
+CACHED = 64  # rows of a block between logits and their gradients at a time: what one of these steps writes the next finds in a cache
 ROWS = 32  # the rows of a block are padded to a multiple: oneDNN builds a kernel for each new shape
 
 
@@ -33,11 +34,13 @@ def _loss_op(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int, igno
         h_RD, labels_R = h_TD[rows_R], labels_T[rows_R]
         labelled_R = labels_R != ignore_index
         labelled_R[count:] = False
-        loss_R, dlogits_RV = _block(product("nt", h_RD, weight_VD), torch.where(labelled_R, labels_R, 0), label_smoothing, z_loss, soft_cap,
-                                    h_grad or weight_grad)
-        loss += torch.where(labelled_R, loss_R, 0).sum()
-        if h_grad or weight_grad:
-            dlogits_RV = dlogits_RV.masked_fill_(~labelled_R[:, None], 0).to(h_TD.dtype)
+        dlogits_RV = product("nt", h_RD, weight_VD)
+        parts = (t.split(CACHED) for t in (dlogits_RV, torch.where(labelled_R, labels_R, 0), labelled_R))
+        for logits, labels, labelled in zip(*parts, strict=True):
+            losses, dlogits = _block(logits, labels, label_smoothing, z_loss, soft_cap, h_grad or weight_grad)
+            loss += torch.where(labelled, losses, 0).sum()
+            if h_grad or weight_grad:
+                logits.copy_(dlogits.masked_fill_(~labelled[:, None], 0))
         if h_grad:
             dh_TD[rows_R[:count]] = product("nn", dlogits_RV, weight_VD)[:count]
         if weight_grad:
