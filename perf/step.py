@@ -56,7 +56,7 @@ def batches(kind: str) -> Iterator[Batch]:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.full((4,), 512)
     if kind == "speech":
-        lengths = torch.empty(24).log_normal_(5.05, 0.7, generator=generator).clamp(30, 600).long()
+        lengths = torch.empty(24).log_normal_(5.0, 0.9, generator=generator).clamp(30, 600).long()
     while True:
         order = torch.randperm(len(lengths), generator=generator)
         yield Batch([torch.randint(0, CONFIG.vocab_size, (int(n),), generator=generator) for n in lengths[order]])
