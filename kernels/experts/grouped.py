@@ -154,6 +154,10 @@ def plan(kernel: str, operand: Tensor, offsets_E1: Tensor, rows: int,
     return tile, (tiles, count), (min(most, tile.pop("RESIDENT") * launch.processors(operand.device)),)
 
 
+def _rows(x: Tensor, gather_R: Tensor | None) -> int:
+    return (x if gather_R is None else gather_R).shape[0]  # len() would fix the number in a compiled graph
+
+
 @torch.library.custom_op("reedling::multiply_rows", mutates_args=())
 def multiply_rows(a_XK: Tensor, b_EKN: Tensor, offsets_E1: Tensor, gather_R: Tensor | None = None) -> Tensor:
     """Row r of group e: a[gather[r]] @ b[e], or a[r] @ b[e] without gather; rows that no group owns are left unwritten. [R, N]
@@ -162,7 +166,7 @@ def multiply_rows(a_XK: Tensor, b_EKN: Tensor, offsets_E1: Tensor, gather_R: Ten
     :param b_EKN: of any strides
     """
     k, n = b_EKN.shape[1:]
-    rows = len(a_XK) if gather_R is None else len(gather_R)
+    rows = _rows(a_XK, gather_R)
     out_RN = a_XK.new_empty(rows, n)
     tile, tiles, grid = plan("_rows_kernel", a_XK, offsets_E1, rows, n)
     _rows_kernel[grid](a_XK, gather_R, b_EKN, out_RN, *tiles, n, k, *b_EKN.stride(), **tile, EVEN_K=k % tile["BLOCK_K"] == 0,
@@ -172,7 +176,7 @@ def multiply_rows(a_XK: Tensor, b_EKN: Tensor, offsets_E1: Tensor, gather_R: Ten
 
 @multiply_rows.register_fake
 def _(a_XK: Tensor, b_EKN: Tensor, offsets_E1: Tensor, gather_R: Tensor | None = None) -> Tensor:
-    return a_XK.new_empty(len(a_XK) if gather_R is None else len(gather_R), b_EKN.shape[2])
+    return a_XK.new_empty(_rows(a_XK, gather_R), b_EKN.shape[2])
 
 
 @torch.library.custom_op("reedling::multiply_groups", mutates_args=())
@@ -184,7 +188,7 @@ def multiply_groups(a_XM: Tensor, b_YN: Tensor, offsets_E1: Tensor, dtype: torch
     """
     groups, m, n = len(offsets_E1) - 1, a_XM.shape[1], b_YN.shape[1]
     out_EMN = a_XM.new_empty(groups, m, n, dtype=dtype)
-    rows = len(b_YN) if b_gather_R is None else len(b_gather_R)
+    rows = _rows(b_YN, b_gather_R)
     tile = tiling("_groups_kernel", a_XM, rows, groups)
     grid = (triton.cdiv(m, tile["BLOCK_M"]) * triton.cdiv(n, tile["BLOCK_N"]), groups)
     _groups_kernel[grid](a_XM, a_gather_R, b_YN, b_gather_R, out_EMN, offsets_E1, m, n, **tile,
@@ -195,7 +199,7 @@ def multiply_groups(a_XM: Tensor, b_YN: Tensor, offsets_E1: Tensor, dtype: torch
 @multiply_groups.register_fake
 def _(a_XM: Tensor, b_YN: Tensor, offsets_E1: Tensor, dtype: torch.dtype, a_gather_R: Tensor | None = None,
       b_gather_R: Tensor | None = None) -> Tensor:
-    return a_XM.new_empty(len(offsets_E1) - 1, a_XM.shape[1], b_YN.shape[1], dtype=dtype)
+    return a_XM.new_empty(offsets_E1.shape[0] - 1, a_XM.shape[1], b_YN.shape[1], dtype=dtype)
 
 
 @torch.library.custom_op("reedling::grouped_gemm", mutates_args=())
@@ -205,12 +209,12 @@ def _grouped_gemm_op(a_RK: Tensor, b_ENK: Tensor, offsets_E1: Tensor) -> Tensor:
 
 @_grouped_gemm_op.register_fake
 def _(a_RK: Tensor, b_ENK: Tensor, offsets_E1: Tensor) -> Tensor:
-    return a_RK.new_empty(len(a_RK), b_ENK.shape[1])
+    return a_RK.new_empty(a_RK.shape[0], b_ENK.shape[1])
 
 
 def _clear_tail(x_RN: Tensor, offsets_E1: Tensor) -> Tensor:
     """Zeros in the rows that no group owns."""
-    return x_RN.masked_fill(torch.arange(len(x_RN), device=x_RN.device)[:, None] >= offsets_E1[-1], 0)
+    return x_RN.masked_fill(torch.arange(x_RN.shape[0], device=x_RN.device)[:, None] >= offsets_E1[-1], 0)
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:

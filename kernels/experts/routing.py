@@ -28,7 +28,7 @@ def route(ids_TK: Tensor, n_experts: int) -> Routing:
     sorted_keys, order = torch.sort(keys, stable=True)
     experts_E = torch.arange(n_experts, dtype=torch.int32, device=keys.device)
     offsets_E1 = F.pad(torch.searchsorted(sorted_keys, experts_E, right=True, out_int32=True), (1, 0))
-    rows = torch.arange(len(keys), dtype=torch.int32, device=keys.device)
+    rows = torch.arange(keys.shape[0], dtype=torch.int32, device=keys.device)
     slots = torch.zeros_like(rows).scatter_(0, order, rows)
     choice_R = order.int()
     token_R = choice_R // ids_TK.shape[1] if ids_TK.shape[1] else choice_R

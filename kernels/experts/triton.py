@@ -144,7 +144,7 @@ def _experts_op(x_TD: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tens
                 slots_TK: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """The result, and the pre-activation of each row [R, F or 2F]; backward takes the rest of the routing."""
     d, f = down_EDF.shape[1:]
-    rows, width = len(token_R), expansion(activation)
+    rows, width = token_R.shape[0], expansion(activation)
     h_RF, act_RF = x_TD.new_empty(rows, width * f), x_TD.new_empty(rows, f)
     tile, tiles, grid = plan("_up_kernel", x_TD, offsets_E1, rows, width * f)
     _up_kernel[grid](x_TD, token_R, up_EFD.to(x_TD.dtype), h_RF, act_RF, *tiles, f, d, **tile, EVEN_K=d % tile["BLOCK_K"] == 0,
@@ -156,7 +156,7 @@ def _experts_op(x_TD: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tens
 @_experts_op.register_fake
 def _(x_TD: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor, offsets_E1: Tensor, choice_R: Tensor, token_R: Tensor,
       slots_TK: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x_TD), x_TD.new_empty(len(token_R), up_EFD.shape[1])
+    return torch.empty_like(x_TD), x_TD.new_empty(token_R.shape[0], up_EFD.shape[1])
 
 
 @torch.library.custom_op("reedling::experts_hidden_backward", mutates_args=())
@@ -164,7 +164,7 @@ def _hidden_backward_op(dy_TD: Tensor, h_RF: Tensor, weights_TK: Tensor, down_ED
                         token_R: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
     """Gradient of the pre-activation [R, F or 2F], the weighted activation [R, F], and the gradient of the router's weights [T, K]."""
     d, f = down_EDF.shape[1:]
-    rows = len(token_R)
+    rows = token_R.shape[0]
     dh_RF, act_RF = torch.empty_like(h_RF), h_RF.new_empty(rows, f)
     tile, tiles, grid = plan("_hidden_backward_kernel", h_RF, offsets_E1, rows, f)
     # A part for each tile of columns; choices without an expert keep the zeros.
@@ -177,7 +177,7 @@ def _hidden_backward_op(dy_TD: Tensor, h_RF: Tensor, weights_TK: Tensor, down_ED
 @_hidden_backward_op.register_fake
 def _(dy_TD: Tensor, h_RF: Tensor, weights_TK: Tensor, down_EDF: Tensor, offsets_E1: Tensor, choice_R: Tensor, token_R: Tensor,
       activation: str) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(h_RF), h_RF.new_empty(len(token_R), down_EDF.shape[2]), torch.empty_like(weights_TK)
+    return torch.empty_like(h_RF), h_RF.new_empty(token_R.shape[0], down_EDF.shape[2]), torch.empty_like(weights_TK)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -206,4 +206,4 @@ def experts_triton(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Ten
     written in fp32, straight from the accumulator.
     """
     return _experts_op(x_TD.contiguous(), weights_TK.float().contiguous(), up_EFD.contiguous(), down_EDF.contiguous(),
-                       *route(ids_TK, len(up_EFD)), activation)[0]
+                       *route(ids_TK, up_EFD.shape[0]), activation)[0]
