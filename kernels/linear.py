@@ -2,13 +2,13 @@
 
 PyTorch sends fp32 products to MKL. Some processors run oneDNN twice as fast, others the same, and which wins can differ between
 x wᵀ, dy w and dyᵀ x, so each of the three is timed once a process, at its first use. The result of a product differs between the two
-libraries by rounding alone, so processes may choose differently.
+libraries by rounding alone; where a run must repeat another bit by bit, it takes over the choice (use_libraries).
 """
 
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -68,9 +68,22 @@ def product(kind: str, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tenso
     return LIBRARIES[library(kind) if fast else "mkl"](*OPERANDS[kind](a, b), out)
 
 
+_chosen: dict[str, str] = {}
+
+
 def library(kind: str) -> str:
-    """The library that multiplies fp32 faster here: REEDLING_FP32_PRODUCTS, else measured at the first call."""
-    return os.environ.get(ENVIRONMENT) or _measured_library(kind)
+    """The library that multiplies fp32 here: by REEDLING_FP32_PRODUCTS, by use_libraries, or the faster one, measured at the first call."""
+    return os.environ.get(ENVIRONMENT) or _chosen.get(kind) or _measured_library(kind)
+
+
+def libraries() -> dict[str, str]:
+    """The library of each of the three products in this process."""
+    return {kind: library(kind) for kind in OPERANDS}
+
+
+def use_libraries(choice: Mapping[str, str]) -> None:
+    """Multiply from now on as another process did, say that which wrote a checkpoint; REEDLING_FP32_PRODUCTS still comes first."""
+    _chosen.update(choice)
 
 
 @functools.cache

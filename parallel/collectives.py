@@ -1,5 +1,10 @@
-"""Traceable collectives along dimension 0, under one name for every supported torch (2.11 calls them *_tensor, 2.13 *_single)."""
+"""All communication by name: traceable collectives along dimension 0, under one name for every supported torch (2.11 calls them *_tensor,
+2.13 *_single), then those between steps, over the whole world unless a group is given."""
 
+from typing import Any
+
+import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -36,3 +41,43 @@ def all_gather_grad(x: Tensor, group: ProcessGroup) -> Tensor:
 def reduce_scatter_grad(x: Tensor, group: ProcessGroup) -> Tensor:
     """Sum over the ranks, of which this rank keeps its equal part; the gradient is gathered."""
     return funcol.wait_tensor(_reduce_scatter_grad(x, "sum", 0, group))
+
+
+def sum_over_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Sum over the ranks, in place."""
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def any_rank(flag: bool, device: torch.device, group: ProcessGroup | None = None) -> bool:
+    """Whether the flag is set on at least one rank."""
+    return bool(sum_over_ranks(torch.tensor(int(flag), device=device), group).item())
+
+
+def every_rank(flag: bool, device: torch.device) -> bool:
+    """Whether the flag is set on all ranks."""
+    return not any_rank(not flag, device)
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Every rank's value, in the order of ranks, on every rank. Pickles: for small things between steps."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def from_first_rank(value: Any) -> Any:
+    """Rank 0's value, on every rank. Pickles."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def wait_for_all() -> None:
+    """Returns when every rank has called it."""
+    dist.barrier()
+
+
+def host_group() -> ProcessGroup:
+    """A group of all ranks for host tensors, which does not wait for the devices."""
+    return dist.new_group(backend="gloo")

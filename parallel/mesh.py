@@ -45,6 +45,11 @@ def start_processes(device: torch.device) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
+def stop_processes() -> None:
+    """Leave torch.distributed."""
+    dist.destroy_process_group()
+
+
 def make_mesh(cfg: ParallelConfig, device: torch.device) -> Mesh:
     """Device meshes for the initialised world; the sizes were checked by parallel.validate."""
     world = dist.get_world_size()

@@ -1,6 +1,7 @@
 """Checkpoints with torch.distributed.checkpoint: written under a temporary name, renamed when complete, oldest removed last.
 
-RUN_DIR/checkpoints/step_00000020/ holds the sharded tensors and meta.json: step, processes, each rank's data position, configuration.
+RUN_DIR/checkpoints/step_00000020/ holds the sharded tensors and meta.json: step, processes, each rank's data position, which library
+multiplies on a CPU, configuration.
 No generator state is saved because none exists: every random draw is a pure function of (seed, step or data position).
 """
 
@@ -10,9 +11,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from kernels.linear import libraries
+from parallel.collectives import from_first_rank, gather_objects
 from parallel.mesh import Mesh
 from training.state import State
 
@@ -27,11 +29,10 @@ def save(run_dir: Path, state: State, data_state: Any, mesh: Mesh, keep: int, co
     """Write a complete checkpoint of `state` and every rank's `data_state`, then drop all but the newest `keep` and the best one."""
     final = run_dir / "checkpoints" / f"step_{state.step:08d}"
     temporary = final.with_suffix(".incomplete")
-    positions: list[Any] = [None] * mesh.world
-    dist.all_gather_object(positions, data_state)
+    positions = gather_objects(data_state)
     _on_first_rank(mesh, lambda: _prepare(temporary, state))
     dcp.save(_tensors(state), checkpoint_id=temporary)
-    meta = {"step": state.step, "world": mesh.world, "data": positions, "config": config}
+    meta = {"step": state.step, "world": mesh.world, "data": positions, "libraries": libraries(), "config": config}
     _on_first_rank(mesh, lambda: _complete(temporary, final, meta, keep))
     return final
 
@@ -120,12 +121,12 @@ def _write_json(path: Path, content: Any) -> None:
 
 def _on_first_rank(mesh: Mesh, action: Any) -> None:
     """Run `action` on rank 0; what it raises is raised on every rank, and nobody goes on before it is done."""
-    outcome: list[str | None] = [None]
+    outcome: str | None = None
     if mesh.rank == 0:
         try:
             action()
         except (OSError, CheckpointError) as error:
-            outcome = [str(error)]
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[0] is not None:
-        raise CheckpointError(outcome[0])
+            outcome = str(error)
+    outcome = from_first_rank(outcome)
+    if outcome is not None:
+        raise CheckpointError(outcome)

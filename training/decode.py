@@ -8,11 +8,11 @@ that the next pass confirms is settled with it (Jacobi decoding, Santilli et al.
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from configs.schema import Config
 from model import decoder, speech_lm
+from parallel.collectives import every_rank
 from parallel.mesh import Mesh
 from training.engine import Engine, Pass
 from training.step import Batch, make_context
@@ -34,7 +34,7 @@ def greedy(cfg: Config, mesh: Mesh, engine: Engine, leaves: dict[str, Tensor], b
     first_U = torch.tensor([*starts, *[1] * unused], device=mesh.device)
     room_U = torch.tensor([*room, *[0] * unused], device=mesh.device)
     tokens_T, settled_U, done_U = batch["tokens_T"].clone(), torch.zeros_like(room_U), room_U == 0
-    while not _on_all_ranks(bool(done_U.all()), mesh):
+    while not every_rank(bool(done_U.all()), mesh.device):
         run = Pass(engine, leaves, context)
         offsets_UJ = settled_U[:, None] + torch.arange(AHEAD, device=mesh.device)
         free_UJ = (offsets_UJ < room_U[:, None]) & ~done_U[:, None]
@@ -58,9 +58,3 @@ def settled(best_UJ: Tensor, draft_UJ: Tensor) -> Tensor:
 
 def _until(ids: list[int], eos_id: int) -> list[int]:
     return ids[: ids.index(eos_id)] if eos_id in ids else ids
-
-
-def _on_all_ranks(done: bool, mesh: Mesh) -> bool:
-    flag = torch.tensor(int(done), device=mesh.device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-    return bool(flag.item())

@@ -6,12 +6,12 @@ from typing import Any
 
 import jiwer
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from configs.schema import Config
 from data.tokenizer import Tokenizer
 from model import mel, speech_lm
+from parallel.collectives import gather_objects
 from parallel.mesh import Mesh
 from training.decode import greedy
 from training.engine import Engine, Pass
@@ -48,9 +48,7 @@ def transcribe(cfg: Config, mesh: Mesh, engine: Engine, state: State, batches: I
     for batch in batches:
         answers = greedy(cfg, mesh, engine, leaves, to_device(batch, mesh), batch["answer_starts"], batch["answer_room"], tokenizer.eos_id)
         mine += [Transcript(*fields) for fields in zip(batch["ids"], batch["texts"], map(tokenizer.decode, answers), strict=True)]
-    every: list[list[Transcript]] = [[] for _ in range(mesh.world)]
-    dist.all_gather_object(every, mine)
-    return sorted((t for part in every for t in part), key=lambda t: t.id)
+    return sorted((t for part in gather_objects(mine) for t in part), key=lambda t: t.id)
 
 
 def word_error_rate(transcripts: list[Transcript]) -> dict[str, float]:

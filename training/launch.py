@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 
 from configs.schema import Config
 from data.errors import DataError
 from data.sources import training_source, validation_names, validation_source
 from data.tokenizer import load_tokenizer
+from kernels.linear import libraries, use_libraries
 from model import params, speech_lm
 from model.lengths import FRAME_SEC
-from parallel.mesh import Mesh, make_mesh, start_processes
+from parallel.collectives import from_first_rank, wait_for_all
+from parallel.mesh import Mesh, make_mesh, start_processes, stop_processes
 from parallel.validate import Environment, validate
 from training import checkpoint, config
 from training.loop import Outcome, Run, RunError
@@ -96,19 +97,20 @@ def reporting() -> Iterator[None]:
         print(f"error: {error}" if world() == 1 else f"error on rank {rank()}: {error}", file=sys.stderr, flush=True)
         os._exit(REFUSED)  # the other ranks may be in a collective: a clean shutdown would wait for them
     else:
-        dist.destroy_process_group()
+        stop_processes()
 
 
 def run(cfg: Config, device: torch.device) -> Outcome:
     """The whole run of a checked configuration."""
     start_processes(device)
+    use_libraries(from_first_rank(libraries()))  # all ranks multiply alike
     mesh = make_mesh(cfg.parallel, device)
     run_dir = Path(cfg.run_dir)
     if mesh.rank == 0:
         if cfg.train.resume == "never" or finished(cfg):
             set_aside(run_dir)
         print(banner(summary(cfg, mesh)), flush=True)
-    dist.barrier()
+    wait_for_all()
     job = Run(cfg, mesh, load_tokenizer(cfg.data), lambda step: Telemetry(run_dir, mesh.rank, cfg.train.steps, step))
     try:
         return job.train()

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from configs.schema import Config
 from data.loader import decoding_batches, empty_batch, make_loader, validation_batches
 from data.sources import validation_names
 from data.tokenizer import Tokenizer
+from kernels.linear import use_libraries
 from model import speech_lm
+from parallel.collectives import any_rank, host_group, sum_over_ranks
 from parallel.mesh import Mesh
 from training import checkpoint, evaluation, optimizer
 from training.config import to_dict
@@ -48,7 +49,7 @@ class Interruption:
 
     def __init__(self) -> None:
         self.asked = False
-        self.hosts = dist.new_group(backend="gloo")  # agreeing must not wait for the devices
+        self.hosts = host_group()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._ask)
 
@@ -57,14 +58,11 @@ class Interruption:
 
     def agreed(self) -> bool:
         """Whether any rank was asked to stop. All ranks must call this together."""
-        flag = torch.tensor(int(self.asked))
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.hosts)
-        return bool(flag.item())
+        return any_rank(self.asked, torch.device("cpu"), self.hosts)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Host tensors of all ranks added up."""
-        dist.all_reduce(tensor, group=self.hosts)
-        return tensor
+        return sum_over_ranks(tensor, self.hosts)
 
 
 class Run:
@@ -213,6 +211,7 @@ def resume(cfg: Config, state: State, mesh: Mesh) -> tuple[State, Any, list[str]
         raise checkpoint.CheckpointError(
             f"{path} holds the data positions of {meta['world']} processes and there are {mesh.world}; "
             f"start {meta['world']} processes, or a new run_dir")
+    use_libraries(meta.get("libraries", {}))
     notes, total = [f"resuming from {path} at step {state.step}"], meta["config"]["train"]["steps"]
     if total != cfg.train.steps:
         notes.append(f"train.steps is {cfg.train.steps} and was {total}: from here on the learning rate follows the new schedule")

@@ -4,11 +4,11 @@ import math
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
 from configs.schema import OptimizerConfig
+from parallel.collectives import sum_over_ranks
 
 
 def learning_rate(step: int, cfg: OptimizerConfig, steps: int) -> float:
@@ -29,8 +29,7 @@ def global_norm(grads: list[Tensor]) -> Tensor:
     """Euclidean norm over all parameters and ranks. Every gradient element lies on exactly one rank, dense or expert, so that the
     squares are summed over the world whatever mesh each came from. fp32 scalar."""
     square = torch.stack(torch._foreach_norm([g for g in grads if g.numel()] or [torch.zeros(1)])).square().sum()
-    dist.all_reduce(square)
-    return square.sqrt()
+    return sum_over_ranks(square).sqrt()
 
 
 def clip(grads: list[Tensor], norm: Tensor, limit: float) -> None:

@@ -5,13 +5,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from configs.schema import Config
 from model import params, speech_lm
 from model.context import Context
 from parallel import sharding
+from parallel.collectives import sum_over_ranks
 from parallel.mesh import Mesh
 from training import optimizer
 from training.engine import Engine, Pass
@@ -116,13 +116,12 @@ def label_counts(batches: Sequence[Batch], mesh: Mesh) -> dict[str, Tensor]:
     lm = sum(((b["labels_T"] != -100).sum() for b in batches), torch.zeros((), dtype=torch.int64, device=mesh.device))
     ctc = sum((b["ctc_lengths_U"].sum() for b in batches), torch.zeros((), dtype=torch.int64, device=mesh.device))
     both = torch.stack([lm, ctc])
-    dist.all_reduce(both)
+    sum_over_ranks(both)
     return {"lm": both[0], "ctc": both[1]}
 
 
 def all_reduce_together(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Sum over all ranks, in one collective, as fp32."""
     flat = torch.cat([t.float().reshape(-1) for t in tensors.values()])
-    dist.all_reduce(flat)
-    parts = flat.split([t.numel() for t in tensors.values()])
+    parts = sum_over_ranks(flat).split([t.numel() for t in tensors.values()])
     return {name: part.view(t.shape) for (name, t), part in zip(tensors.items(), parts, strict=True)}

@@ -12,7 +12,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from configs.schema import CompileConfig, ParallelConfig
 from model import params
 from model.params import P
-from parallel import gather, sharding
+from parallel import collectives, gather, sharding
 from parallel.mesh import make_mesh, start_processes
 from training.engine import Engine, Pass
 
@@ -110,8 +110,14 @@ class LiveMeter:
 
 if __name__ == "__main__":
     start_processes(torch.device("cpu"))
-    results = {f"{'reshard' if reshard else 'keep'}_{name}": measure(reshard, dtype)
+    results: dict[str, Any] = {f"{'reshard' if reshard else 'keep'}_{name}": measure(reshard, dtype)
                for reshard in (True, False) for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))}
-    if dist.get_rank() == 0:
-        print(json.dumps(results))
+    rank, cpu = dist.get_rank(), torch.device("cpu")
+    flags = {
+        "any": collectives.any_rank(rank == 0, cpu), "none": collectives.any_rank(False, cpu, collectives.host_group()),
+        "every": collectives.every_rank(True, cpu), "not_every": collectives.every_rank(rank == 0, cpu),
+        "objects": collectives.gather_objects(rank), "first": collectives.gather_objects(collectives.from_first_rank(f"rank {rank}")),
+    }
+    if rank == 0:
+        print(json.dumps(results | {"flags": flags}))
     dist.destroy_process_group()

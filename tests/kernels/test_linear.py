@@ -114,3 +114,14 @@ def test_the_environment_overrides_the_measurement(monkeypatch):
     for name in ("mkl", "onednn"):
         monkeypatch.setenv(ENVIRONMENT, name)
         assert module.library("tn") == name
+
+
+def test_another_process_choice_is_taken_over(monkeypatch):
+    """A resumed run multiplies as the one that wrote its checkpoint, whatever is faster now; the environment still wins."""
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+    monkeypatch.setattr(module, "_measured_library", lambda kind: "mkl")
+    monkeypatch.setattr(module, "_chosen", {})
+    module.use_libraries({"nn": "onednn"})
+    assert module.libraries() == {"nt": "mkl", "nn": "onednn", "tn": "mkl"}
+    monkeypatch.setenv(ENVIRONMENT, "mkl")
+    assert module.libraries() == dict.fromkeys(("nt", "nn", "tn"), "mkl")

@@ -40,6 +40,7 @@ def test_round_trip(tmp_path: Path, mesh: Mesh) -> None:
     loaded, meta = checkpoint.load(path, state(0, mesh, 0.0), mesh)
     assert loaded.step == 5
     assert meta["data"] == [{"position": 5}]
+    assert meta["libraries"] == dict.fromkeys(("nt", "nn", "tn"), "mkl")
     assert torch.equal(loaded.params["w"].full_tensor(), torch.full((2, 3), 3.25))
     assert torch.equal(loaded.buffers["b"], torch.full((2,), 3.25))
     assert torch.equal(loaded.second["w"].full_tensor(), torch.ones(2, 3))
