@@ -93,13 +93,18 @@ def _rows(operation: Operation, case: Case, device: torch.device, flops: float, 
         times, results = measured
         if name == "triton":
             ours, expected = times, results
-        differs = 0.0 if expected is None else max(error(results[key], value) for key, value in expected.items() if key in results)
+        differs = 0.0 if expected is None else _difference(results, expected)
         for number, seconds in times.items():
             rows.append(_row(operation, case, name, number, seconds, flops, bandwidth) | {
                 "speed-up": "" if name == "triton" or not ours else "disagrees" if differs > AGREEMENT else seconds / ours[number],
                 "difference": differs})
         del results, measured
     return rows
+
+
+def _difference(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Largest, over what both computed: a library that keeps a result to itself returns NaN for it."""
+    return max((error(got[key], value) for key, value in expected.items() if key in got and not got[key].isnan().all()), default=0.0)
 
 
 def _measured(call: Call, name: str) -> tuple[tuple[dict[str, float], dict[str, torch.Tensor]] | None, str]:

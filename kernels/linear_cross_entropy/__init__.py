@@ -9,11 +9,13 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from kernels.linear_cross_entropy.adapters import linear_cross_entropy_liger, linear_cross_entropy_torch
 from kernels.linear_cross_entropy.cpu import linear_cross_entropy_chunked
 from kernels.linear_cross_entropy.reference import linear_cross_entropy_reference
 
 IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor, int | None, int, float, float, float | None], tuple[Tensor, Tensor]]] = {
-    "reference": linear_cross_entropy_reference, "chunked": linear_cross_entropy_chunked}
+    "reference": linear_cross_entropy_reference, "chunked": linear_cross_entropy_chunked, "torch": linear_cross_entropy_torch,
+    "liger": linear_cross_entropy_liger}
 if importlib.util.find_spec("triton"):
     from kernels.linear_cross_entropy.triton import linear_cross_entropy_triton
 

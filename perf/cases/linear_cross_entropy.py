@@ -37,6 +37,7 @@ CASES = [
     _case("GLM-ASR 8k", "model", 8192, 2048, 59264, labelled=0.3),
 ]
 
-OPERATION = Operation("linear_cross_entropy", linear_cross_entropy, IMPLEMENTATIONS, CASES, candidates={
-    "_row_kernel": [{"BLOCK_V": block, "num_warps": warps} for block in (1024, 2048, 4096, 8192, 16384) for warps in (4, 8, 16)
-                    if 4 <= block // (32 * warps) <= 64]})
+OPERATION = Operation(
+    "linear_cross_entropy", linear_cross_entropy, IMPLEMENTATIONS, CASES, devices={"liger": "cuda"},
+    candidates={"_row_kernel": [{"BLOCK_V": block, "num_warps": warps} for block in (1024, 2048, 4096, 8192, 16384) for warps in (4, 8, 16)
+                                if 4 <= block // (32 * warps) <= 64]})

@@ -9,9 +9,10 @@ from torch import Tensor
 from kernels import launch
 from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.linear_cross_entropy import triton as module
-from tests.kernels.test_linear_cross_entropy import OPTIONS, TOLERANCE, D, T, V, assert_close, definition, inputs, results
+from tests.kernels import test_linear_cross_entropy as common
+from tests.kernels.test_linear_cross_entropy import OPTIONS, TOLERANCE, D, V, assert_close, definition, results
 
-BLOCK = 16
+BLOCK, T = 16, 41
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
 
@@ -19,6 +20,11 @@ pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 def small_blocks():
     with launch.forced("_row_kernel", {"BLOCK_V": BLOCK, "num_warps": 1}):
         yield
+
+
+def inputs(ignore_index: int = -100) -> tuple[Tensor, Tensor, Tensor]:
+    h, weight, labels = common.inputs(ignore_index)
+    return h[:T], weight, labels[:T]
 
 
 def run(h: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype = torch.float32, chunk: int | None = 20,

@@ -1,6 +1,7 @@
 """Fused head and loss: against F.cross_entropy and the definition of every option, gradients, ignored rows, blocks."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -8,12 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.linear import ENVIRONMENT, product
-from kernels.linear_cross_entropy import IMPLEMENTATIONS, linear_cross_entropy
 from kernels.linear_cross_entropy import cpu as module
+from kernels.linear_cross_entropy import linear_cross_entropy
 
 T, D, V = 75, 16, 41
-ON_CPU = [name for name in IMPLEMENTATIONS if name != "triton"]  # which tests/interpreter tests
-FAST = [name for name in ON_CPU if name != "reference"]
+ON_CPU, FAST = ["reference", "chunked"], ["chunked"]  # tests/interpreter tests "triton"
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 8e-3}
 OPTIONS = [
     pytest.param({}, id="plain"),
@@ -80,6 +80,18 @@ def test_fast_versions_match_the_reference(monkeypatch, options, implementation,
     assert_close(got, expected, TOLERANCE[dtype])
     assert got["loss"].dtype == torch.promote_types(dtype, torch.float32)
     assert got["h"].dtype == got["weight"].dtype == dtype
+
+
+def test_library():
+    """PyTorch's own loss where it has the options, and a refusal where it has not."""
+    arguments = inputs(ignore_index=3)
+    options: dict[str, Any] = {"label_smoothing": 0.2, "ignore_index": 3}
+    expected = results(*arguments, torch.float64, implementation="reference", **options)
+    assert_close(results(*arguments, torch.float64, implementation="torch", **options), expected, 1e-13)
+    with pytest.raises(NotImplementedError):
+        linear_cross_entropy(*arguments, implementation="torch", z_loss=0.1)
+    with pytest.raises(NotImplementedError):
+        linear_cross_entropy(*arguments, implementation="torch", soft_cap=1.0)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 32, 33, T - 1, T, 1000])
