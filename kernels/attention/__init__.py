@@ -6,13 +6,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.attention.adapters import attention_varlen
+from kernels.attention.adapters import attention_flash, attention_transformer_engine, attention_varlen
 from kernels.attention.cpu import attention_blocks
 from kernels.attention.reference import attention_reference
 
 IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, bool, float, int | None],
                                     tuple[Tensor, Tensor]]] = {
-    "reference": attention_reference, "blocks": attention_blocks, "varlen": attention_varlen}
+    "reference": attention_reference, "blocks": attention_blocks, "varlen": attention_varlen, "flash": attention_flash,
+    "transformer_engine": attention_transformer_engine}
 
 if importlib.util.find_spec("triton"):
     from kernels.attention.triton import attention_triton

@@ -2,6 +2,8 @@
 
 Three kernels: the forward pass and the gradient of q go over tiles of queries, those of k and v over tiles of keys, so that nothing is
 added atomically. Which document a tile belongs to is searched for on the device, in grids that are as large as any documents may need.
+Tiles of queries belong to one document. Tiles of keys go through all documents that see some of their keys, as ranges of keys may
+overlap; there a query that is not finite reaches the gradients of other documents' keys in the same tile.
 """
 
 import math
@@ -36,7 +38,7 @@ def documents_attention(q_TNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, bias_NTR: T
         raise ValueError(f"implementation triton computes in {', '.join(map(str, DTYPES))}, not in {q_TNH.dtype}")
     if scale == 0:
         raise ValueError("scale 0: implementation triton needs another")
-    ranges = [t.int() for t in (starts_U, ends_U, key_starts_U, key_ends_U)]
+    ranges = [t.int().contiguous() for t in (starts_U, ends_U, key_starts_U, key_ends_U)]
     q_TNH = q_TNH if scale > 0 else -q_TNH  # the largest score is the largest product
     return forward_op(q_TNH, k_SGH, v_SGH, bias_NTR, *ranges, causal, abs(scale), window)
 
@@ -189,6 +191,17 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, lse_ptr, starts_ptr,
 
 
 @triton.jit
+def _row_products(a_ptr, b_ptr, first, stop, a_stride, b_stride, SIZE: tl.constexpr, ROWS: tl.constexpr):
+    """Sum of a * b of each row; some columns at a time, which takes fewer registers."""
+    total = tl.zeros((ROWS,), tl.float32)
+    for column in tl.static_range(0, SIZE, 32):
+        a = _load_rows(a_ptr + column, first, stop, a_stride, SIZE - column, ROWS, 32, True)
+        b = _load_rows(b_ptr + column, first, stop, b_stride, SIZE - column, ROWS, 32, True)
+        total += tl.sum(a.to(tl.float32) * b.to(tl.float32), 1)
+    return total
+
+
+@triton.jit
 def _query_keys(dq, q, dout, lse, delta, k_ptr, v_ptr, bias_ptr, dbias_ptr, row, first, last, begin, stop, k_stride, v_stride, bias_width,
                 scale, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr):
     """Gradient of q, without its last factor, from the keys begin : stop; writes the gradient of the bias."""
@@ -230,8 +243,8 @@ def _query_kernel(dout_ptr, dlse_ptr, q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, ls
     begin, clear, cut, stop = _key_loop(first_row, end, key_start, key_end, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
     q = _load_rows(q_ptr + head * q_head, first_row, end, q_row, SIZE, BLOCK_M, WIDTH, True)
     dout = _load_rows(dout_ptr + head * dout_head, first_row, end, dout_row, SIZE, BLOCK_M, WIDTH, True)
-    out = _load_rows(out_ptr + head * SIZE, first_row, end, tl.num_programs(0) * SIZE, SIZE, BLOCK_M, WIDTH, True)
-    delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
+    delta = _row_products(dout_ptr + head * dout_head, out_ptr + head * SIZE, first_row, end, dout_row, tl.num_programs(0) * SIZE, SIZE,
+                          BLOCK_M)
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + head * rows + row, row < end, 0)
     tl.store(delta_ptr + head * rows + row, delta, row < end)

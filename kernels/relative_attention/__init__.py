@@ -3,13 +3,23 @@
 Score of query i and key j: ((q_i + u) . k_j + (q_i + v) . p_(i - j)) / sqrt(H).
 """
 
+import importlib.util
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from kernels.ragged import Layout
 from kernels.relative_attention.cpu import relative_attention_ragged
 from kernels.relative_attention.reference import relative_attention_dense, relative_attention_reference
+
+IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Layout], Tensor]] = {
+    "reference": relative_attention_reference, "dense": relative_attention_dense, "ragged": relative_attention_ragged}
+
+if importlib.util.find_spec("triton"):
+    from kernels.relative_attention.triton import relative_attention_triton
+
+    IMPLEMENTATIONS["triton"] = relative_attention_triton
 
 
 def relative_attention(q_ANH: Tensor, k_ANH: Tensor, v_ANH: Tensor, table_RNH: Tensor, bias_u_NH: Tensor, bias_v_NH: Tensor,
@@ -21,10 +31,10 @@ def relative_attention(q_ANH: Tensor, k_ANH: Tensor, v_ANH: Tensor, table_RNH: T
     :param implementation: auto | a key of IMPLEMENTATIONS
     """
     if implementation == "auto":
-        implementation = "ragged" if q_ANH.device.type == "cpu" else "dense"
+        implementation = "ragged" if q_ANH.device.type == "cpu" else _accelerated(q_ANH)
     run = IMPLEMENTATIONS[implementation]
     return run(q_ANH, k_ANH, v_ANH, table_RNH, bias_u_NH, bias_v_NH, layout)
 
 
-IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Layout], Tensor]] = {
-    "reference": relative_attention_reference, "dense": relative_attention_dense, "ragged": relative_attention_ragged}
+def _accelerated(q_ANH: Tensor) -> str:
+    return "triton" if "triton" in IMPLEMENTATIONS and q_ANH.dtype != torch.float64 else "dense"

@@ -1,7 +1,9 @@
 """Packed attention: the reference against separate calls of PyTorch's attention, fast versions against the reference."""
 
 import itertools
+import sys
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -302,36 +304,87 @@ def test_inputs_with_strides(implementation):
         assert_close(got, expected, 1e-13)
 
 
+def documents(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float,
+              sides: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """What other libraries compute, in memory full of NaN."""
+    assert bounds.dtype == torch.int32
+    assert longest == len(q)
+    left, right = sides
+    assert right in (0, left)
+    out, lse = torch.full_like(q, torch.nan), torch.full((q.shape[1], len(q)), torch.nan, dtype=q.dtype)
+    for start, end in itertools.pairwise(bounds.tolist()):
+        own = slice(start, end)
+        part = one_document(q[own], k[own], v[own], bounds, segments_T=bounds, causal=right == 0 and left != 0, scale=scale,
+                            window=None if left == -1 else left + 1)
+        out = torch.cat((out[:start], part[0], out[end:]))
+        lse = torch.cat((lse[:, :start], part[1], lse[:, end:]), 1)
+    return out, lse
+
+
+def varlen_attn(q, k, v, bounds, key_bounds, longest, longest_keys, *, return_aux, scale, window_size, enable_gqa):
+    assert return_aux.lse
+    assert enable_gqa
+    assert bounds is key_bounds
+    assert longest == longest_keys
+    return documents(q, k, v, bounds, longest, scale, window_size)
+
+
+def flash_attn_varlen_func(q, k, v, bounds, key_bounds, longest, longest_keys, *, softmax_scale, causal, window_size, deterministic,
+                           return_attn_probs):
+    assert deterministic
+    assert return_attn_probs
+    assert bounds is key_bounds
+    assert longest == longest_keys
+    assert not causal or window_size[1] == 0
+    return *documents(q, k, v, bounds, longest, softmax_scale, window_size), None
+
+
+class DotProductAttention:
+    def __init__(self, heads, size, *, num_gqa_groups, attention_dropout, qkv_format, softmax_scale, attn_mask_type, window_size):
+        assert (heads, size, num_gqa_groups, attention_dropout, qkv_format) == (N, H, G, 0.0, "thd")
+        assert attn_mask_type == ("padding" if window_size[1] else "padding_causal") or window_size == (0, 0)
+        self.options = softmax_scale, window_size
+
+    def __call__(self, q, k, v, *, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv):
+        assert cu_seqlens_q is cu_seqlens_kv
+        assert max_seqlen_q == max_seqlen_kv
+        return documents(q, k, v, cu_seqlens_q, max_seqlen_q, *self.options)[0].flatten(1)
+
+
+@pytest.mark.parametrize("implementation", ["varlen", "flash", "transformer_engine"])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("padding", [0, 5])
-def test_arguments_of_flash_attention(monkeypatch, padding, options):
-    """Its place is taken by a function that does what its documentation says, to memory full of NaN."""
-
-    def varlen_attn(q, k, v, bounds, key_bounds, longest, longest_keys, *, return_aux, scale, window_size, enable_gqa):
-        assert return_aux.lse
-        assert enable_gqa
-        assert bounds is key_bounds
-        assert bounds.dtype == torch.int32
-        assert longest == longest_keys == len(q)
-        left, right = window_size
-        assert right in (0, left)
-        out, lse = [torch.full_like(q[: bounds[0]], torch.nan)], [torch.full((N, int(bounds[0])), torch.nan)]
-        for start, end in itertools.pairwise(bounds.tolist()):
-            part = one_document(q[start:end], k[start:end], v[start:end], bounds, segments_T=bounds, causal=right == 0 and left != 0,
-                                scale=scale, window=None if left == -1 else left + 1)
-            out.append(part[0])
-            lse.append(part[1])
-        assert end <= len(q)
-        out.append(torch.full_like(q[end:], torch.nan))
-        lse.append(torch.full((N, len(q) - end), torch.nan))
-        return torch.cat(out), torch.cat(lse, 1)
-
+def test_arguments_of_other_libraries(monkeypatch, padding, options, implementation):
+    """Functions that do what the libraries' documentation says take their places."""
     monkeypatch.setattr(adapters.varlen, "varlen_attn", varlen_attn)
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", SimpleNamespace(DotProductAttention=DotProductAttention))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(adapters, "known_bad_transformer_engine", lambda capability, cudnn, size: "")
     lengths = [1, 30, 0, 44]
     rows, probe = inputs(75 + padding), probes(75 + padding)
     probe[1].zero_()
     expected = results(rows, probe, lengths, padding, implementation="reference", **options)
-    assert_close(results(rows, probe, lengths, padding, implementation="varlen", **options), expected, 1e-13)
+    got = results(rows, probe, lengths, padding, implementation=implementation, **options)
+    if implementation == "transformer_engine":
+        assert bool(got["lse"][:, :75].isnan().all())
+        got["lse"] = expected["lse"]
+    assert_close(got, expected, 1e-13)
+    with pytest.raises(NotImplementedError, match="keys_2U"):
+        results(rows, probe, lengths, padding, implementation=implementation, keys=[(0, 1)] * 4)
+
+
+@pytest.mark.parametrize("capability, cudnn, size, reason", [
+    ((9, 0), 91_900, 128, ""), ((10, 0), 92_501, 64, ""), ((8, 0), 91_800, 256, ""), ((12, 0), 92_500, 128, "sm_120"),
+    ((9, 0), 91_705, 128, "cuDNN 9.17"), ((9, 0), 92_601, 128, "cuDNN 9.26"), ((9, 0), 91_900, 80, "heads of 80")])
+def test_known_bad_combinations_are_refused(monkeypatch, capability, cudnn, size, reason):
+    assert reason in adapters.known_bad_transformer_engine(capability, cudnn, size)
+    assert bool(adapters.known_bad_transformer_engine(capability, cudnn, size)) == bool(reason)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+    cu_seqlens, segments = boundaries([2], 0)
+    with pytest.raises(NotImplementedError if reason else ImportError, match=reason or "transformer_engine"):
+        attention(*[torch.zeros(2, 1, size)] * 3, cu_seqlens, segments_T=segments, implementation="transformer_engine")
 
 
 def test_operator_passes_opcheck():
