@@ -139,19 +139,23 @@ def _groups_kernel(a_ptr, a_gather_ptr, b_ptr, b_gather_ptr, out_ptr, offsets_pt
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=(m_offset < m)[:, None] & (n_offset < n)[None, :])
 
 
-def tiling(kernel: str, operand: Tensor, rows: int, groups: int) -> dict[str, Any]:
-    """Tiles for `rows` rows of products: by the operand's dtype, and by whether the groups fill tiles of many rows on average."""
-    shape = "fp32" if operand.dtype == torch.float32 else "few" if rows < FEW_ROWS * groups else "many"
-    return launch.tiles("experts", kernel, operand.device, shape)
+def tiling(kernel: str, operand: Tensor, rows: int, groups: int, *widths: int) -> dict[str, Any]:
+    """Tiles for `rows` rows of products: by whether the groups fill tiles of many rows on average.
+
+    Small ones for fp32, and for operands that are read element by element because their widths are no multiples of 16.
+    """
+    small = operand.dtype == torch.float32 or any(width % 16 for width in widths)
+    return launch.tiles("experts", kernel, operand.device, "small" if small else "few" if rows < FEW_ROWS * groups else "many")
 
 
-def plan(kernel: str, operand: Tensor, offsets_E1: Tensor, rows: int,
-         columns: int) -> tuple[dict[str, Any], tuple[Tensor, Tensor], tuple[int]]:
-    """Tiling, schedule and grid of a kernel that loops over the tiles of `rows` rows and `columns` columns."""
-    tile = tiling(kernel, operand, rows, len(offsets_E1) - 1)
+def plan(kernel: str, operand: Tensor, offsets_E1: Tensor, rows: int, columns: int,
+         depth: int) -> tuple[dict[str, Any], tuple[Tensor, Tensor], tuple[int]]:
+    """Constants, schedule and grid of a kernel that loops over the tiles of products [rows, depth] times [depth, columns]."""
+    tile = tiling(kernel, operand, rows, len(offsets_E1) - 1, columns, depth)
     tiles, count = schedule(offsets_E1, rows, tile["BLOCK_M"])
     most = len(tiles) * triton.cdiv(columns, tile["BLOCK_N"])
-    return tile, (tiles, count), (min(most, tile.pop("RESIDENT") * launch.processors(operand.device)),)
+    grid = (min(most, tile.pop("RESIDENT") * launch.processors(operand.device)),)
+    return tile | {"EVEN_K": depth % tile["BLOCK_K"] == 0}, (tiles, count), grid
 
 
 def _rows(x: Tensor, gather_R: Tensor | None) -> int:
@@ -168,9 +172,8 @@ def multiply_rows(a_XK: Tensor, b_EKN: Tensor, offsets_E1: Tensor, gather_R: Ten
     k, n = b_EKN.shape[1:]
     rows = _rows(a_XK, gather_R)
     out_RN = a_XK.new_empty(rows, n)
-    tile, tiles, grid = plan("_rows_kernel", a_XK, offsets_E1, rows, n)
-    _rows_kernel[grid](a_XK, gather_R, b_EKN, out_RN, *tiles, n, k, *b_EKN.stride(), **tile, EVEN_K=k % tile["BLOCK_K"] == 0,
-                       GATHER=gather_R is not None)
+    tile, tiles, grid = plan("_rows_kernel", a_XK, offsets_E1, rows, n, k)
+    _rows_kernel[grid](a_XK, gather_R, b_EKN, out_RN, *tiles, n, k, *b_EKN.stride(), **tile, GATHER=gather_R is not None)
     return out_RN
 
 
@@ -189,7 +192,7 @@ def multiply_groups(a_XM: Tensor, b_YN: Tensor, offsets_E1: Tensor, dtype: torch
     groups, m, n = len(offsets_E1) - 1, a_XM.shape[1], b_YN.shape[1]
     out_EMN = a_XM.new_empty(groups, m, n, dtype=dtype)
     rows = _rows(b_YN, b_gather_R)
-    tile = tiling("_groups_kernel", a_XM, rows, groups)
+    tile = tiling("_groups_kernel", a_XM, rows, groups, m, n)
     grid = (triton.cdiv(m, tile["BLOCK_M"]) * triton.cdiv(n, tile["BLOCK_N"]), groups)
     _groups_kernel[grid](a_XM, a_gather_R, b_YN, b_gather_R, out_EMN, offsets_E1, m, n, **tile,
                          GATHER_A=a_gather_R is not None, GATHER_B=b_gather_R is not None)

@@ -146,9 +146,8 @@ def _experts_op(x_TD: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tens
     d, f = down_EDF.shape[1:]
     rows, width = token_R.shape[0], expansion(activation)
     h_RF, act_RF = x_TD.new_empty(rows, width * f), x_TD.new_empty(rows, f)
-    tile, tiles, grid = plan("_up_kernel", x_TD, offsets_E1, rows, width * f)
-    _up_kernel[grid](x_TD, token_R, up_EFD.to(x_TD.dtype), h_RF, act_RF, *tiles, f, d, **tile, EVEN_K=d % tile["BLOCK_K"] == 0,
-                     ACTIVATION=activation)
+    tile, tiles, grid = plan("_up_kernel", x_TD, offsets_E1, rows, width * f, d)
+    _up_kernel[grid](x_TD, token_R, up_EFD.to(x_TD.dtype), h_RF, act_RF, *tiles, f, d, **tile, ACTIVATION=activation)
     y_RD = multiply_rows(act_RF, down_EDF.to(x_TD.dtype).transpose(1, 2), offsets_E1)
     return combine(y_RD, slots_TK, weights_TK), h_RF
 
@@ -166,11 +165,11 @@ def _hidden_backward_op(dy_TD: Tensor, h_RF: Tensor, weights_TK: Tensor, down_ED
     d, f = down_EDF.shape[1:]
     rows = token_R.shape[0]
     dh_RF, act_RF = torch.empty_like(h_RF), h_RF.new_empty(rows, f)
-    tile, tiles, grid = plan("_hidden_backward_kernel", h_RF, offsets_E1, rows, f)
+    tile, tiles, grid = plan("_hidden_backward_kernel", h_RF, offsets_E1, rows, f, d)
     # A part for each tile of columns; choices without an expert keep the zeros.
     dweights = torch.zeros(triton.cdiv(f, tile["BLOCK_N"]), *weights_TK.shape, device=h_RF.device)
     _hidden_backward_kernel[grid](dy_TD, token_R, choice_R, weights_TK, down_EDF, h_RF, dh_RF, act_RF, dweights, *tiles, f, d, rows, **tile,
-                                  EVEN_K=d % tile["BLOCK_K"] == 0, ACTIVATION=activation)
+                                  ACTIVATION=activation)
     return dh_RF, act_RF, dweights.sum(0)
 
 
