@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.conv1d import IMPLEMENTATIONS, causal_conv1d, centred_conv1d
+from kernels.conv1d import causal_conv1d, centred_conv1d
 
 C = 6
 NAMES = ("y", "x", "weight", "bias")
-FAST = [name for name in IMPLEMENTATIONS if name != "reference"]
+FAST = ["shifted"]
+ALL = ["reference", *FAST]
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 8e-3}
 LENGTHS = [1, 2, 3, 63, 64, 65, 100]
 ORDERS = [LENGTHS, LENGTHS[::-1], [64, 1, 100, 0, 3, 65, 2, 0, 63], [1], [3], [32], [1] * 9]
@@ -96,7 +97,7 @@ def test_centred_convolution_of_each_document_alone(lengths, width):
 
 
 @pytest.mark.parametrize("width", [1, 2, 5])
-@pytest.mark.parametrize("implementation", list(IMPLEMENTATIONS))
+@pytest.mark.parametrize("implementation", ALL)
 def test_other_widths_without_bias(implementation, width):
     lengths = [1, 2, 3, 40]
     x, weight, _ = inputs(46, width)
@@ -107,7 +108,7 @@ def test_other_widths_without_bias(implementation, width):
 
 
 @pytest.mark.parametrize("convolution", [causal, centred])
-@pytest.mark.parametrize("implementation", list(IMPLEMENTATIONS))
+@pytest.mark.parametrize("implementation", ALL)
 def test_a_document_moves_no_bit_of_its_neighbours(implementation, convolution):
     x, weight, bias = inputs(57, 5)
     probe = torch.randn_like(x)
@@ -131,6 +132,21 @@ def test_inputs_and_gradients_with_strides(implementation):
     leaves = [t.detach().requires_grad_() for t in leaves]
     y = causal(lengths, implementation=implementation)(*leaves)
     assert_close(dict(zip(NAMES, (y.detach(), *torch.autograd.grad(y.sum(), leaves)), strict=True)), expected, 1e-14)
+
+
+@pytest.mark.parametrize("implementation", ALL)
+def test_numbers_that_come_back_are_new_documents(implementation):
+    x, weight, bias = inputs(20, 5)
+    lengths = torch.tensor([6, 1, 5, 2, 6])
+    unique, again = (torch.repeat_interleave(torch.tensor(ids), lengths) for ids in ([0, 1, 2, 3, 4], [2, 1, 2, 9, 2]))
+    for function in (causal_conv1d, centred_conv1d):
+        assert torch.equal(*(function(x, weight, bias, ids, implementation=implementation) for ids in (unique, again)))
+
+
+@pytest.mark.parametrize("implementation", ALL)
+def test_without_tokens(implementation):
+    x, weight, bias = inputs(0)
+    assert causal_conv1d(x, weight, bias, segments([]), implementation=implementation).shape == x.shape
 
 
 def test_unknown_activation():

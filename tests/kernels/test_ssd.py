@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.ssd import IMPLEMENTATIONS, cpu, ssd
+from kernels.ssd import cpu, ssd, ssd_with_state
 
 N, G, H, S = 4, 2, 8, 6
 NAMES = ("y", "x", "dt", "a", "b", "c", "d", "dt_bias")
-FAST = [name for name in IMPLEMENTATIONS if name != "reference"]
+FAST = ["chunked"]
+ALL = ["reference", *FAST]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 LENGTHS = [1, 2, 3, 63, 64, 65, 100]
 ORDERS = [LENGTHS, LENGTHS[::-1], [64, 1, 100, 0, 3, 65, 2, 0, 63]]
@@ -110,7 +111,7 @@ def test_rows_about_as_long_as_a_chunk(implementation, tokens):
                  results(separate([tokens]), arguments, probe), 1e-12)
 
 
-@pytest.mark.parametrize("implementation", list(IMPLEMENTATIONS))
+@pytest.mark.parametrize("implementation", ALL)
 def test_a_document_moves_no_bit_of_its_neighbours(implementation):
     lengths = [7, 20, 30]
     arguments, probe = inputs(57), torch.randn(57, N, H, dtype=torch.float64)
@@ -125,7 +126,7 @@ def test_a_document_moves_no_bit_of_its_neighbours(implementation):
         assert not torch.equal(before[name][7:27], after[name][7:27]), name
 
 
-@pytest.mark.parametrize("implementation", list(IMPLEMENTATIONS))
+@pytest.mark.parametrize("implementation", ALL)
 def test_strong_decay_is_finite(implementation):
     """exp(|A| dt) overflows: what is above the diagonal has to be masked before it is exponentiated."""
     x, dt, _, b, c, d, dt_bias = inputs(48)
@@ -149,7 +150,7 @@ def test_states_do_not_lose_small_additions_in_bf16(implementation):
     torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0].flatten().float(), expected.flip(0), rtol=1 / 128, atol=0)
 
 
-@pytest.mark.parametrize("implementation", list(IMPLEMENTATIONS))
+@pytest.mark.parametrize("implementation", ALL)
 def test_every_option_changes_the_result(implementation):
     x, dt, a, b, c, d, dt_bias = inputs(40)
 
@@ -180,6 +181,104 @@ def test_inputs_and_gradients_with_strides(implementation):
     y = function(*leaves)
     got = dict(zip(NAMES, (y.detach(), *torch.autograd.grad(y.sum(), leaves)), strict=True))
     assert_close(got, expected, 1e-14)
+
+
+def continued(lengths: list[int], cut: int, **options) -> Callable[..., Tensor]:
+    """The row in two calls, as two ranks or two moments compute it."""
+    documents, options = segments(lengths), OPTIONS | options
+
+    def run(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, dt_bias: Tensor) -> Tensor:
+        halves = zip(*(t.split([cut, len(t) - cut]) for t in (x, dt, b, c, documents)), strict=True)
+        y, state = [], None
+        for px, pdt, pb, pc, part in halves:
+            piece, state = ssd_with_state(px, pdt, a, pb, pc, d, part, dt_bias_N=dt_bias, initial_state_NHS=state, **options)
+            y.append(piece)
+            if documents[cut] != documents[cut - 1]:
+                state = None
+        return torch.cat(y)
+
+    return run
+
+
+@pytest.mark.parametrize("cut", [1, 15, 16, 17, 31, 32, 33, 49])
+@pytest.mark.parametrize("implementation", ALL)
+def test_a_row_in_two_calls(implementation, cut):
+    lengths = [32, 18]
+    arguments, probe = inputs(50), torch.randn(50, N, H, dtype=torch.float64)
+    assert_close(results(continued(lengths, cut, implementation=implementation), arguments, probe),
+                 results(separate(lengths), arguments, probe), 1e-12)
+
+
+def with_states(lengths: list[int], implementation: str, dtype: torch.dtype, **options) -> list[Tensor]:
+    """y, final state, and gradients of all inputs and the initial state, in fp64; the same inputs at every call."""
+    torch.manual_seed(2)
+    tokens = sum(lengths)
+    arguments = [*inputs(tokens), torch.randn(N, H, S).bfloat16().double()]
+    probes = [torch.randn(*shape).bfloat16().double() for shape in ((tokens, N, H), (N, H, S))]
+    leaves = [t.to(dtype).requires_grad_() for t in arguments]
+    x, dt, a, b, c, d, dt_bias, initial = leaves
+    outputs = ssd_with_state(x, dt, a, b, c, d, segments(lengths), dt_bias_N=dt_bias, initial_state_NHS=initial,
+                             implementation=implementation, **OPTIONS | options)
+    assert outputs[1].dtype == torch.promote_types(dtype, torch.float32)
+    gradients = torch.autograd.grad(sum((o.double() * p).sum() for o, p in zip(outputs, probes, strict=True)), leaves)
+    return [t.detach().double() for t in (*outputs, *gradients)]
+
+
+def assert_all_close(got: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    for number, (value, reference) in enumerate(zip(got, expected, strict=True)):
+        assert float((value - reference).norm()) <= tolerance * float(reference.norm()), number
+
+
+STATE_LENGTHS = [[150], [40, 100, 10], [16, 16], [1, 1], [33]]
+
+
+@pytest.mark.parametrize("lengths", STATE_LENGTHS, ids=str)
+@pytest.mark.parametrize("implementation", FAST)
+def test_initial_and_final_states(implementation, lengths):
+    expected = with_states(lengths, "reference", torch.float64)
+    assert_all_close(with_states(lengths, implementation, torch.float64), expected, 1e-12)
+    assert_all_close(with_states(lengths, implementation, torch.float32), expected, 2e-6)
+    assert_all_close(with_states(lengths, implementation, torch.bfloat16), expected, 1.5e-2)
+
+
+@pytest.mark.parametrize("implementation", ALL)
+def test_a_final_state_under_strong_decay(implementation):
+    """Sums of logarithms from the start of the row would be too large to subtract."""
+    x, dt, _, b, c, d, dt_bias = (t.float() for t in inputs(2000))
+    a = torch.full((N,), -100.0)
+    tail = ssd_with_state(x[-50:], dt[-50:], a, b[-50:], c[-50:], d, segments([50]), dt_bias_N=dt_bias, implementation="reference",
+                          **OPTIONS)[1]
+    rows = slice(None) if implementation != "reference" else slice(-100, None)
+    state = ssd_with_state(x[rows], dt[rows], a, b[rows], c[rows], d, segments([2000])[rows], dt_bias_N=dt_bias,
+                           implementation=implementation, **OPTIONS)[1]
+    torch.testing.assert_close(state, tail, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("implementation", ALL)
+def test_numbers_that_come_back_are_new_documents(implementation):
+    x, dt, a, b, c, d, dt_bias = inputs(40)
+    lengths = torch.tensor([9, 2, 5, 17, 7])
+    unique, again = (torch.repeat_interleave(torch.tensor(ids), lengths) for ids in ([0, 1, 2, 3, 4], [3, 7, 3, 3 - 4, 3]))
+    y = [ssd(x, dt, a, b, c, d, ids, dt_bias_N=dt_bias, implementation=implementation, **OPTIONS) for ids in (unique, again)]
+    assert torch.equal(*y)
+
+
+@pytest.mark.parametrize("implementation", ALL)
+def test_without_tokens(implementation):
+    x, dt, a, b, c, d, _ = inputs(0)
+    initial = torch.randn(N, H, S, dtype=torch.float64)
+    y, state = ssd_with_state(x, dt, a, b, c, d, segments([]), initial_state_NHS=initial, implementation=implementation, **OPTIONS)
+    assert y.shape == x.shape
+    assert torch.equal(state, initial)
+
+
+@pytest.mark.parametrize("implementation", ALL)
+def test_gate_and_no_skip(implementation):
+    x, dt, a, b, c, d, dt_bias = inputs(20)
+    z = torch.randn(20, N, H, dtype=torch.float64)
+    got = ssd(x, dt, a, b, c, None, segments([20]), dt_bias_N=dt_bias, z_TNH=z, implementation=implementation, **OPTIONS)
+    expected = closed_form(x, dt, a, b, c, torch.zeros_like(d), dt_bias) * z / (1 + torch.exp(-z))
+    torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
 
 
 def test_operator_passes_opcheck():
