@@ -382,9 +382,9 @@ def test_known_bad_combinations_are_refused(monkeypatch, capability, cudnn, size
     assert bool(adapters.known_bad_transformer_engine(capability, cudnn, size)) == bool(reason)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
-    cu_seqlens, segments = boundaries([2], 0)
+    q, (cu_seqlens, segments) = torch.zeros(2, 1, size), boundaries([2], 0)
     with pytest.raises(NotImplementedError if reason else ImportError, match=reason or "transformer_engine"):
-        attention(*[torch.zeros(2, 1, size)] * 3, cu_seqlens, segments_T=segments, implementation="transformer_engine")
+        attention(q, q, q, cu_seqlens, segments_T=segments, implementation="transformer_engine")
 
 
 def test_operator_passes_opcheck():
