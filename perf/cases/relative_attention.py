@@ -30,7 +30,8 @@ def _case(name: str, use: Use, lengths: Sequence[int], heads: int, size: int) ->
 
     pairs, elements = sum(n * n for n in lengths), 2.0 * (sum(lengths) + len(lengths)) * heads * size
     # Two products for the scores, one with the values; backward two for each of them and the scores again.
-    return Case(name, use, inputs, GRADIENTS, Work(6.0 * pairs * heads * size, 4 * elements), Work(16.0 * pairs * heads * size, 8 * elements))
+    flops = 2.0 * pairs * heads * size
+    return Case(name, use, inputs, GRADIENTS, Work(3 * flops, 4 * elements), Work(8 * flops, 8 * elements))
 
 
 CASES = [
