@@ -25,7 +25,7 @@ def inputs(tokens: int, width: int = 4) -> Inputs:
 
 
 def segments(lengths: list[int]) -> Tensor:
-    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).int()
+    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64)).int()
 
 
 def separate(lengths: list[int], activation: str | None, ahead: int) -> Callable[..., Tensor]:

@@ -31,7 +31,7 @@ def inputs(tokens: int) -> Inputs:
 
 
 def segments(lengths: list[int]) -> Tensor:
-    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).int()
+    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64)).int()
 
 
 def closed_form(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, dt_bias: Tensor | None, low: float = LOW,
