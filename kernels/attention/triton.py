@@ -364,7 +364,7 @@ def forward_op(q_TNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, bias_NTR: Tensor | N
     rows, heads = q_TNH.shape[:2]
     out_TNH, lse_NT = torch.empty_like(q_TNH, memory_format=torch.contiguous_format), q_TNH.new_empty((heads, rows), dtype=torch.float32)
     q_TNH, k_SGH, v_SGH = map(_rows_whole, (q_TNH, k_SGH, v_SGH))
-    tiles = _tiles("_forward_kernel", q_TNH)
+    tiles = _tiles("_forward_kernel", q_TNH, bias_NTR)
     _forward_kernel[(heads, _query_tiles(rows, starts_U, tiles))](
         q_TNH, k_SGH, v_SGH, bias_NTR, out_TNH, lse_NT, starts_U, ends_U, key_starts_U, key_ends_U, rows, len(starts_U),
         _width(bias_NTR), *q_TNH.stride()[:2], *k_SGH.stride()[:2], *v_SGH.stride()[:2], scale * LOG2_E.value,
@@ -385,11 +385,11 @@ def backward_op(dout_TNH: Tensor, dlse_NT: Tensor | None, q_TNH: Tensor, k_SGH: 
     ranges, constants = (starts_U, ends_U, key_starts_U, key_ends_U), _constants(q_TNH, k_SGH, causal, window)
     dq_TNH, delta_NT = q_TNH.new_empty(q_TNH.shape), torch.empty_like(lse_NT)
     dbias_NTR = q_TNH.new_empty(0) if bias_NTR is None else torch.zeros_like(bias_NTR)
-    tiles = _tiles("_query_kernel", q_TNH)
+    tiles = _tiles("_query_kernel", q_TNH, bias_NTR)
     _query_kernel[(heads, _query_tiles(rows, starts_U, tiles))](
         dout_TNH, dlse_NT, q_TNH, k_SGH, v_SGH, bias_NTR, out_TNH, lse_NT, dq_TNH, None if bias_NTR is None else dbias_NTR, delta_NT,
         *ranges, rows, len(starts_U), _width(bias_NTR), *strides, scale * LOG2_E.value, **constants, **tiles)
-    tiles = _tiles("_key_kernel", q_TNH)
+    tiles = _tiles("_key_kernel", q_TNH, bias_NTR)
     key_tiles = triton.cdiv(keys, tiles["BLOCK_N"])
     parts = _parts(heads // groups, key_tiles * groups, 4 * launch.processors(q_TNH.device))
     dk_PSGH, dv_PSGH = (t.new_empty((parts, *t.shape), dtype=t.dtype if parts == 1 else torch.float32) for t in (k_SGH, v_SGH))
@@ -408,8 +408,9 @@ def _width(bias_NTR: Tensor | None) -> int:
     return 0 if bias_NTR is None else bias_NTR.shape[-1]
 
 
-def _tiles(kernel: str, q_TNH: Tensor) -> dict[str, Any]:
-    shape = f"{max(64, triton.next_power_of_2(q_TNH.shape[-1]))}{'' if q_TNH.element_size() == 2 else ' fp32'}"
+def _tiles(kernel: str, q_TNH: Tensor, bias_NTR: Tensor | None) -> dict[str, Any]:
+    width = str(max(64, triton.next_power_of_2(q_TNH.shape[-1])))
+    shape = width + (" biased" if bias_NTR is not None else "") + (" fp32" if q_TNH.dtype == torch.float32 else "")
     return launch.tiles("attention", kernel, q_TNH.device, shape)
 
 
