@@ -244,6 +244,7 @@ def _writers(x_ptr, b_ptr, c_ptr, dt_ptr, a_ptr, d_ptr, segments_ptr, dy_ptr, af
         dlog = tl.load(dlog_ptr + row.to(tl.int64) * heads + head, mask=row < tokens, other=0.0)
         dlog += tl.where(run == last, tl.cumsum(leaving, 0) - leaving, 0.0)
         dlog += tl.load(passing_ptr + chunk * heads + head)
+        x = _load(x_ptr + head * x_head, start, tokens, x_stride, h, HEAD_DIM, CHUNK)  # again: registers would spill
         ddt = tl.sum(x.to(tl.float32) * du, 1) + dlog * a
         tl.store(ddt_ptr + row.to(tl.int64) * heads + head, ddt, mask=row < tokens)
         tl.store(da_ptr + chunk * heads + head, tl.sum(dlog * dt, 0))
