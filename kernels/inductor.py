@@ -26,10 +26,10 @@ def sum_rows(x_TC: Tensor) -> Tensor:
     return total if whole == len(x_TC) else total + x_TC[whole:].sum(0)
 
 
-def name_cached_graphs() -> None:
+def name_cached_graphs(sources: Path = Path(__file__).parent) -> None:
     """Make the compiler's cache on disk tell graphs of one version of kernels/ from those of another.
 
     It knows a custom operator by its name: after a change to what the operator returns, it would run graphs made for the old one.
     """
-    sources = sorted(Path(__file__).parent.rglob("*.py"))
-    torch.compiler.config.cache_key_tag = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+    files = sorted(sources.rglob("*.py"))
+    torch.compiler.config.cache_key_tag = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
