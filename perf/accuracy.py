@@ -1,8 +1,9 @@
 """Worst relative error of every operation, implementation and case against the reference in fp64, results and gradients.
 
-In bf16 an error is compared with that of the reference run in bf16: the formula in plain PyTorch.
+In bf16 an error is compared with that of the same formula in plain PyTorch: the reference, computing in bf16 what it computes in fp32.
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -10,11 +11,12 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 
 from perf import report
-from perf.calls import Call, differentiable, error, quiet, unavailable
+from perf.calls import Call, attempted, differentiable, error, unavailable
 from perf.cases import Case, Operation, operations
 
 ROUNDING = 2.0**-9  # of a bf16 number: a plain result that happens to be closer counts as this far
@@ -45,17 +47,28 @@ def case_records(operation: Operation, implementation: str, case: Case, device: 
     """Error of each result and gradient, in fp32 and in bf16; none where the implementation cannot run."""
     for dtype in (torch.float32, torch.bfloat16):
         call = Call.drawn(operation, case, device, dtype)
-        through, missing = quiet(functools.partial(differentiable, call, implementation))
+        through, missing = attempted(operation, implementation, functools.partial(differentiable, call, implementation))
         if missing:
             return
         got, exact = call.results(implementation, through), call.widened().results("reference", through)
-        plain = call.results("reference", through) if dtype == torch.bfloat16 else {}
+        plain = _plain(call, through) if dtype == torch.bfloat16 else {}
         for name, value in got.items():
             if exact[name].is_floating_point():
                 relative = error(value, exact[name])
                 ratio = relative / max(error(plain[name], exact[name]), ROUNDING) if plain else None
                 yield {"operation": operation.name, "implementation": implementation, "case": case.name, "result": name,
                        "dtype": str(dtype).removeprefix("torch."), "error": relative, "over_torch": ratio}
+
+
+def _plain(call: Call, through: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Results of the reference without its conversions to fp32, or with them where its products need one dtype."""
+    functions = call.operation.function, call.operation.implementations["reference"]
+    modules = [module for module in {sys.modules[function.__module__] for function in functions} if hasattr(module, "widen")]
+    with contextlib.ExitStack() as narrow, contextlib.suppress(RuntimeError):
+        for module in modules:
+            narrow.enter_context(mock.patch.object(module, "widen", lambda x: x))
+        return call.results("reference", through)
+    return call.results("reference", through)
 
 
 def _interpreted(only: Sequence[str]) -> list[dict[str, Any]]:

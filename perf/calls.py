@@ -89,9 +89,14 @@ def unavailable(operation: Operation, implementation: str, device: torch.device)
     return "" if wanted == device.type else f"runs on {wanted}"
 
 
-def quiet(run: Callable[[], Any]) -> tuple[Any, str]:
-    """The result, or None and the reason why there is none: a package that is missing, an option that a library does not have."""
+def attempted(operation: Operation, implementation: str, run: Callable[[], Any]) -> tuple[Any, str]:
+    """The result, or None and why there is none: a package or an option that is missing, a shape that another library refuses."""
+    library = operation.implementations[implementation].__module__.endswith(".adapters")
     try:
         return run(), ""
     except (ImportError, NotImplementedError) as reason:
         return None, f"{type(reason).__name__}: {reason}"
+    except RuntimeError as reason:
+        if not library or isinstance(reason, torch.OutOfMemoryError):
+            raise
+        return None, str(reason)

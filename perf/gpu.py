@@ -13,7 +13,7 @@ import torch
 
 from perf import report, roofline
 from perf.accuracy import WORST_BF16, WORST_FP32, case_records
-from perf.calls import Call, differentiable, error, quiet, unavailable
+from perf.calls import Call, attempted, differentiable, error, unavailable
 from perf.cases import Case, Operation, Work, operations
 
 AGREEMENT = 2e-2  # of bf16 results and gradients, relative
@@ -117,7 +117,7 @@ def _measured(call: Call, name: str) -> tuple[tuple[dict[str, float], dict[str, 
         return {"forward": forward, "forward + backward": both}, results
 
     try:
-        return quiet(measure)
+        return attempted(call.operation, name, measure)
     except torch.cuda.OutOfMemoryError:
         return None, "out of memory"
 
