@@ -96,5 +96,5 @@ OPERATION = Operation("experts", experts, IMPLEMENTATIONS, CASES, candidates={
     "_up_kernel": ROWS, "_rows_kernel": ROWS,
     "_hidden_backward_kernel": _tiles((64, 128, 64, 8, 2, 4, 3), (128, 128, 64, 8, 1, 8, 3), (128, 128, 64, 8, 1, 8, 4),
                                       (128, 256, 64, 8, 1, 8, 3)),
-    "_groups_kernel": _group_tiles((128, 128, 64, 8, 8, 3), (128, 128, 64, 8, 8, 4), (128, 256, 64, 8, 8, 3), (64, 128, 64, 8, 4, 3)),
+    "_groups_kernel": _group_tiles((128, 128, 64, 8, 8, 4), (128, 128, 64, 8, 8, 5), (128, 256, 64, 8, 8, 4), (64, 128, 64, 8, 4, 5)),
 }, products=frozenset({"_up_kernel", "_rows_kernel", "_hidden_backward_kernel", "_groups_kernel"}), devices={"cpu": "cpu"})
