@@ -206,10 +206,10 @@ def _readers(x_ptr, b_ptr, c_ptr, dt_ptr, a_ptr, segments_ptr, dy_ptr, before_pt
 
 @triton.jit
 def _writers(x_ptr, b_ptr, c_ptr, dt_ptr, a_ptr, d_ptr, segments_ptr, dy_ptr, after_ptr, passing_ptr, dscores_ptr, dlog_ptr, dx_ptr, db_ptr,
-             ddt_ptr, da_ptr, dd_ptr, tokens, heads, x_stride, x_head, b_stride, b_group, c_stride, c_group, dt_stride, dy_stride, dy_head,
+             ddt_ptr, dd_ptr, tokens, heads, x_stride, x_head, b_stride, b_group, c_stride, c_group, dt_stride, dy_stride, dy_head,
              HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_H: tl.constexpr,
              BLOCK_S: tl.constexpr):
-    """Gradients on the side of the rows that write: of x, B and dt, and parts of those of a and d.
+    """Gradients on the side of the rows that write: of x, B, dt and log decays, and a chunk's part of that of d.
 
     A log decay at t gets, besides what _readers found, what goes to the state after the chunk: from rows j < t, and what is passing.
     """
@@ -247,7 +247,7 @@ def _writers(x_ptr, b_ptr, c_ptr, dt_ptr, a_ptr, d_ptr, segments_ptr, dy_ptr, af
         x = _load(x_ptr + head * x_head, start, tokens, x_stride, h, HEAD_DIM, CHUNK)  # again: registers would spill
         ddt = tl.sum(x.to(tl.float32) * du, 1) + dlog * a
         tl.store(ddt_ptr + row.to(tl.int64) * heads + head, ddt, mask=row < tokens)
-        tl.store(da_ptr + chunk * heads + head, tl.sum(dlog * dt, 0))
+        tl.store(dlog_ptr + row.to(tl.int64) * heads + head, dlog, mask=row < tokens)
         tl.store(dd_ptr + chunk * heads + head, tl.sum(tl.sum(x.to(tl.float32) * dy.to(tl.float32), 1), 0))
     tile = (chunk * (heads // HEADS) + group) * (CHUNK * CHUNK) + place[:, None] * CHUNK + place[None, :]
     db += tl.dot(tl.trans(tl.load(dscores_ptr + tile)), c, input_precision="ieee")
@@ -295,14 +295,14 @@ def _backward(dy_TNH: Tensor, dfinal_NHS: Tensor | None, x_TNH: Tensor, dt_TN: T
     ddt_TN, dlog_TN = (torch.empty(dt_TN.shape, dtype=dt_TN.dtype, device=dt_TN.device) for _ in range(2))
     chunks, groups = len(before_LNHS), b_TGS.shape[1]
     dscores_LGQQ = x_TNH.new_empty(chunks, groups, size, size)
-    da_LN, dd_LN = (a_N.new_empty(chunks, heads) for _ in range(2))
+    dd_LN = a_N.new_empty(chunks, heads)
     numbers = (tokens, heads, *x_TNH.stride()[:2], *b_TGS.stride()[:2], *c_TGS.stride()[:2], dt_TN.stride(0), *dy_TNH.stride()[:2])
     _readers[groups, chunks](
         x_TNH, b_TGS, c_TGS, dt_TN, a_N, segments_T, dy_TNH, before_LNHS, dc_TGS, dscores_LGQQ, dlog_TN, *numbers, **options["_readers"])
     _writers[groups, chunks](
         x_TNH, b_TGS, c_TGS, dt_TN, a_N, d_N, segments_T, dy_TNH, after_LNHS, passing_LN, dscores_LGQQ, dlog_TN, dx_TNH, db_TGS, ddt_TN,
-        da_LN, dd_LN, *numbers, **options["_writers"] | {"CHUNK": size})
-    return dx_TNH, ddt_TN, da_LN.sum(0), db_TGS, dc_TGS, dd_LN.sum(0), dinitial_NHS
+        dd_LN, *numbers, **options["_writers"] | {"CHUNK": size})
+    return dx_TNH, ddt_TN, (dlog_TN * dt_TN).sum(0), db_TGS, dc_TGS, dd_LN.sum(0), dinitial_NHS
 
 
 def _between_spans(x_TNH: Tensor, b_TGS: Tensor, dt_TN: Tensor, a_N: Tensor, segments_T: Tensor, first_NHS: Tensor | None, chunk: int,
