@@ -145,7 +145,6 @@ def _scan(x_ptr, b_ptr, c_ptr, dt_ptr, a_ptr, d_ptr, segments_ptr, first_ptr, y_
         x = _load(x_ptr + head * x_head, start, tokens, x_stride, h, HEAD_DIM, CHUNK)
 
         y = tl.dot(c, tl.trans(state.to(c.dtype)), input_precision="ieee") * tl.exp(tl.where(run == 0, cum, float("-inf")))[:, None]
-        y += d * x.to(tl.float32)
         last = tl.max(run, 0)
         total = tl.sum(tl.where(tl.arange(0, CHUNK) == CHUNK - 1, cum, 0.0), 0)
         weight = dt * tl.exp(tl.where(run == last, total - cum, float("-inf")))
@@ -155,7 +154,7 @@ def _scan(x_ptr, b_ptr, c_ptr, dt_ptr, a_ptr, d_ptr, segments_ptr, first_ptr, y_
 
         decay = tl.exp(tl.where(sees, cum[:, None] - cum[None, :], float("-inf")))
         mix = tl.dot(c, tl.trans(b), input_precision="ieee") * decay * dt[None, :]
-        y = tl.dot(mix.to(x.dtype), x, acc=y, input_precision="ieee")
+        y = tl.dot(mix.to(x.dtype), x, acc=y, input_precision="ieee") + d * x.to(tl.float32)
         _store(y_ptr + head * HEAD_DIM, y, start, tokens, heads * HEAD_DIM, h, HEAD_DIM, CHUNK)
 
 

@@ -95,7 +95,8 @@ def test_offsets_beyond_32_bits():
     outputs: list[tuple[Tensor, ...]] = []
     for given, dy in (far, [t.clone() for t in far]):
         leaves = [t.detach().requires_grad_() for t in (given, weight, bias)]
-        y = causal_conv1d(*leaves, segments([tokens]), implementation="triton")
+        fx, fweight, fbias = leaves
+        y = causal_conv1d(fx, fweight, fbias, segments([tokens]), implementation="triton")
         outputs.append((y, *torch.autograd.grad(y, leaves, dy)))
     assert all(torch.equal(*pair) for pair in zip(*outputs, strict=True))
 

@@ -88,7 +88,8 @@ def test_other_shapes():
         outputs = []
         for implementation, dtype in (("reference", torch.float64), ("triton", torch.float32)):
             leaves = [t.to(dtype).requires_grad_() for t in (x, dt, a, b, c, d)]
-            y = ssd(*leaves, segments([20, 25]), chunk=16, implementation=implementation)
+            fx, fdt, fa, fb, fc, fd = leaves
+            y = ssd(fx, fdt, fa, fb, fc, fd, segments([20, 25]), chunk=16, implementation=implementation)
             outputs.append([t.double() for t in (y, *torch.autograd.grad(y.square().sum(), leaves))])
         assert_all_close(outputs[1], outputs[0], FP32)
 
@@ -162,7 +163,8 @@ def test_offsets_beyond_32_bits():
     for given, dy in ((row, gradient), (row.clone(), gradient.clone())):
         fx, fb, fc = (t.unflatten(1, (heads, -1)) for t, heads in zip(given.split([N * H, G * S, G * S], 1), (N, G, G), strict=True))
         leaves = [t.detach().requires_grad_() for t in (fx, dt, a, fb, fc, d)]
-        y = ssd(*leaves, segments([tokens]), dt_bias_N=dt_bias, implementation="triton", **OPTIONS)
+        fx, fdt, fa, fb, fc, fd = leaves
+        y = ssd(fx, fdt, fa, fb, fc, fd, segments([tokens]), dt_bias_N=dt_bias, implementation="triton", **OPTIONS)
         outputs.append((y, *torch.autograd.grad(y, leaves, dy.unflatten(1, (N, H)))))
     assert all(torch.equal(*pair) for pair in zip(*outputs, strict=True))
 
@@ -188,8 +190,8 @@ def test_without_tokens():
 def test_closed_form_without_skip_and_with_a_gate():
     x, dt, a, b, c, d, dt_bias = inputs(20)
     z = torch.randn(20, N, H, dtype=torch.float64)
-    fp32 = [t.float() for t in (x, dt, a, b, c)]
-    got = ssd(*fp32, None, segments([20]), dt_bias_N=dt_bias.float(), z_TNH=z.float(), implementation="triton", **OPTIONS)
+    fx, fdt, fa, fb, fc = (t.float() for t in (x, dt, a, b, c))
+    got = ssd(fx, fdt, fa, fb, fc, None, segments([20]), dt_bias_N=dt_bias.float(), z_TNH=z.float(), implementation="triton", **OPTIONS)
     expected = closed_form(x, dt, a, b, c, torch.zeros_like(d), dt_bias) * z / (1 + torch.exp(-z))
     torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
 

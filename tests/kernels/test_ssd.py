@@ -220,7 +220,7 @@ def with_states(lengths: list[int], implementation: str, dtype: torch.dtype, **o
     outputs = ssd_with_state(x, dt, a, b, c, d, segments(lengths), dt_bias_N=dt_bias, initial_state_NHS=initial,
                              implementation=implementation, **OPTIONS | options)
     assert outputs[1].dtype == torch.promote_types(dtype, torch.float32)
-    gradients = torch.autograd.grad(sum((o.double() * p).sum() for o, p in zip(outputs, probes, strict=True)), leaves)
+    gradients = torch.autograd.grad(outputs, leaves, [p.to(o.dtype) for o, p in zip(outputs, probes, strict=True)])
     return [t.detach().double() for t in (*outputs, *gradients)]
 
 
