@@ -17,8 +17,8 @@ def _layout(lengths: Sequence[int], draw: Draw) -> Layout:
     starts = places.cumsum(0) - places
     segments = torch.arange(len(lengths)).repeat_interleave(places)
     positions = torch.arange(len(segments)) - starts[segments]
-    tensors = (t.to(draw.device) for t in (starts, torch.tensor(lengths), segments, positions))
-    return Layout(*tensors, max(lengths))
+    starts, sizes, segments, positions = (t.to(draw.device) for t in (starts, torch.tensor(lengths), segments, positions))
+    return Layout(starts, sizes, segments, positions, max(lengths))
 
 
 def _case(name: str, use: Use, lengths: Sequence[int], heads: int, size: int) -> Case:
