@@ -6,9 +6,11 @@ In bf16 an error is compared with that of the same formula in plain PyTorch: the
 import contextlib
 import functools
 import json
+import math
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -16,7 +18,7 @@ from unittest import mock
 import torch
 
 from perf import report
-from perf.calls import Call, attempted, differentiable, error, unavailable
+from perf.calls import Call, attempted, differentiable, error, unavailable, withheld
 from perf.cases import Case, Operation, operations
 
 ROUNDING = 2.0**-9  # of a bf16 number: a plain result that happens to be closer counts as this far
@@ -44,20 +46,33 @@ def run(implementation: str | None = None, only: Sequence[str] = ()) -> tuple[di
 
 
 def case_records(operation: Operation, implementation: str, case: Case, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Error of each result and gradient, in fp32 and in bf16; none where the implementation cannot run."""
+    """Error of each result and gradient, in fp32 and in bf16; none where the implementation cannot run.
+
+    A crash is an infinite error, so that it hides nothing of the other cases.
+    """
     for dtype in (torch.float32, torch.bfloat16):
+        named = {"operation": operation.name, "implementation": implementation, "case": case.name,
+                 "dtype": str(dtype).removeprefix("torch.")}
         call = Call.drawn(operation, case, device, dtype)
-        through, missing = attempted(operation, implementation, functools.partial(differentiable, call, implementation))
-        if missing:
-            return
-        got, exact = call.results(implementation, through), call.widened().results("reference", through)
-        plain = _plain(call, through) if dtype == torch.bfloat16 else {}
-        for name, value in got.items():
-            if exact[name].is_floating_point():
-                relative = error(value, exact[name])
-                ratio = relative / max(error(plain[name], exact[name]), ROUNDING) if plain else None
-                yield {"operation": operation.name, "implementation": implementation, "case": case.name, "result": name,
-                       "dtype": str(dtype).removeprefix("torch."), "error": relative, "over_torch": ratio}
+        try:
+            yield from (named | record for record in _errors(call, implementation))
+        except Exception as failure:
+            traceback.print_exc()
+            yield named | {"result": type(failure).__name__, "error": math.inf,
+                           "over_torch": math.inf if dtype == torch.bfloat16 else None}
+
+
+def _errors(call: Call, implementation: str) -> Iterator[dict[str, Any]]:
+    through, missing = attempted(call.operation, implementation, functools.partial(differentiable, call, implementation))
+    if missing:
+        return
+    got, exact = call.results(implementation, through), call.widened().results("reference", through)
+    plain = _plain(call, through) if call.dtype == torch.bfloat16 else {}
+    for name, value in got.items():
+        if exact[name].is_floating_point() and not withheld(call.operation, implementation, name, value):
+            relative = error(value, exact[name])
+            ratio = relative / max(error(plain[name], exact[name]), ROUNDING) if plain else None
+            yield {"result": name, "error": relative, "over_torch": ratio}
 
 
 def _plain(call: Call, through: Sequence[int]) -> dict[str, torch.Tensor]:

@@ -91,12 +91,21 @@ def unavailable(operation: Operation, implementation: str, device: torch.device)
 
 def attempted(operation: Operation, implementation: str, run: Callable[[], Any]) -> tuple[Any, str]:
     """The result, or None and why there is none: a package or an option that is missing, a shape that another library refuses."""
-    library = operation.implementations[implementation].__module__.endswith(".adapters")
     try:
         return run(), ""
     except (ImportError, NotImplementedError) as reason:
         return None, f"{type(reason).__name__}: {reason}"
     except RuntimeError as reason:
-        if not library or isinstance(reason, torch.OutOfMemoryError):
+        if not _is_library(operation, implementation) or isinstance(reason, torch.OutOfMemoryError):
             raise
         return None, str(reason)
+
+
+def withheld(operation: Operation, implementation: str, name: str, value: Tensor) -> bool:
+    """Whether another library keeps this result to itself: any but the first may then be NaN, wherever it is not filled."""
+    optional = _is_library(operation, implementation) and name.isdigit() and name != "0"
+    return optional and bool(value.isnan().any()) and not value.isfinite().any()
+
+
+def _is_library(operation: Operation, implementation: str) -> bool:
+    return operation.implementations[implementation].__module__.endswith(".adapters")

@@ -13,7 +13,7 @@ import torch
 
 from perf import report, roofline
 from perf.accuracy import WORST_BF16, WORST_FP32, case_records
-from perf.calls import Call, attempted, differentiable, error, unavailable
+from perf.calls import Call, attempted, differentiable, error, unavailable, withheld
 from perf.cases import Case, Operation, Work, operations
 
 AGREEMENT = 2e-2  # of bf16 results and gradients, relative
@@ -93,7 +93,7 @@ def _rows(operation: Operation, case: Case, device: torch.device, flops: float, 
         times, results = measured
         if name == "triton":
             ours, expected = times, results
-        differs = 0.0 if expected is None else _difference(results, expected)
+        differs = 0.0 if expected is None else _difference(call, name, results, expected)
         for number, seconds in times.items():
             rows.append(_row(operation, case, name, number, seconds, flops, bandwidth) | {
                 "speed-up": "" if name == "triton" or not ours else "disagrees" if differs > AGREEMENT else seconds / ours[number],
@@ -102,9 +102,10 @@ def _rows(operation: Operation, case: Case, device: torch.device, flops: float, 
     return rows
 
 
-def _difference(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Largest, over what both computed: a library that keeps a result to itself returns NaN for it."""
-    return max((error(got[key], value) for key, value in expected.items() if key in got and not got[key].isnan().all()), default=0.0)
+def _difference(call: Call, name: str, got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Largest, over what both computed."""
+    return max((error(got[key], value) for key, value in expected.items()
+                if key in got and not withheld(call.operation, name, key, got[key])), default=0.0)
 
 
 def _measured(call: Call, name: str) -> tuple[tuple[dict[str, float], dict[str, torch.Tensor]] | None, str]:

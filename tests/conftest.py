@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreter"]  # run by tests/kernels/test_interpreter.py
+collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreter"]  # run by tests/kernels/interpreted.py
 
 
 def _poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:

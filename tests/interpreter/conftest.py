@@ -1,4 +1,4 @@
-"""Kernels on a CPU, in Triton's interpreter made strict; tests/kernels/test_interpreter.py starts a process for each file."""
+"""Kernels on a CPU, in Triton's interpreter made strict; tests/kernels/interpreted.py starts a process for each file."""
 
 import os
 from collections.abc import Iterator
