@@ -40,12 +40,13 @@ class Variant:
                 "error": k.error[:200]}
 
 
-def variants(operation: Operation, arch: int, candidates: bool) -> Iterator[Variant]:
-    """What the operation's "compile" cases launch; each compiled kernel once."""
+def variants(operation: Operation, arch: int, candidates: bool,
+             dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32)) -> Iterator[Variant]:
+    """What the operation's "compile" cases launch, candidates in bf16 alone; each compiled kernel once."""
     seen: set[str] = set()
     for name, choice in [("", {}), *((name, choice) for name, choices in operation.candidates.items() for choice in choices if candidates)]:
         for case in operation.having("compile"):
-            for dtype in (torch.bfloat16,) if name else (torch.bfloat16, torch.float32):
+            for dtype in (torch.bfloat16,) if name else dtypes:
                 call = _call(operation, case, dtype)
                 if name:
                     with launch.forced(name, choice):

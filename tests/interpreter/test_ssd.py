@@ -37,7 +37,7 @@ def truth() -> tuple[tuple[Tensor, ...], Tensor, dict[str, Tensor]]:
     return arguments, probe, results(separate(ORDER), arguments, probe)
 
 
-@pytest.mark.parametrize("chunk", [1, 16, 20])
+@pytest.mark.parametrize("chunk", [1, 20])
 def test_each_document_alone(truth, chunk):
     arguments, probe, expected = truth
     got = results(packed(ORDER, implementation="triton", chunk=chunk), arguments, probe, torch.float32)
@@ -55,14 +55,14 @@ def test_16_bits_as_exact_as_products_in_pytorch(truth, dtype):
         assert ours <= 2 * theirs + torch.finfo(dtype).eps / 2, (name, ours, theirs)  # a single number may be rounded either way
 
 
-@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 127, 128, 129])
+@pytest.mark.parametrize("tokens", [1, 15, 17, 128, 129])
 def test_rows_about_as_long_as_a_chunk_or_a_span(tokens):
     arguments, probe = inputs(tokens), torch.randn(tokens, N, H, dtype=torch.float64)
     assert_close(results(packed([tokens], implementation="triton"), arguments, probe, torch.float32),
                  results(separate([tokens]), arguments, probe), FP32)
 
 
-@pytest.mark.parametrize("cut", [1, 15, 16, 17, 31, 32, 33])
+@pytest.mark.parametrize("cut", [1, 16, 31, 33])
 def test_a_row_in_two_calls(cut):
     lengths = [32, 8]
     arguments, probe = inputs(40), torch.randn(40, N, H, dtype=torch.float64)
@@ -70,7 +70,7 @@ def test_a_row_in_two_calls(cut):
                  results(separate(lengths), arguments, probe), FP32)
 
 
-@pytest.mark.parametrize("lengths", [[150], [40, 100, 10], [1]], ids=str)
+@pytest.mark.parametrize("lengths", [[135], [10, 120, 5], [1]], ids=str)
 def test_initial_and_final_states(lengths):
     expected = with_states(lengths, "reference", torch.float64)
     assert_all_close(with_states(lengths, "triton", torch.float32), expected, FP32)
