@@ -145,17 +145,18 @@ def _scan(x_ptr, b_ptr, c_ptr, dt_ptr, a_ptr, d_ptr, segments_ptr, first_ptr, y_
         x = _load(x_ptr + head * x_head, start, tokens, x_stride, h, HEAD_DIM, CHUNK)
 
         y = tl.dot(c, tl.trans(state.to(c.dtype)), input_precision="ieee") * tl.exp(tl.where(run == 0, cum, float("-inf")))[:, None]
-        last = tl.max(run, 0)
-        total = tl.sum(tl.where(tl.arange(0, CHUNK) == CHUNK - 1, cum, 0.0), 0)
-        weight = dt * tl.exp(tl.where(run == last, total - cum, float("-inf")))
-        weighted = (x.to(tl.float32) * weight[:, None]).to(x.dtype)
-        stays = tl.where(last == 0, tl.exp(total), 0.0)
-        state = tl.dot(tl.trans(weighted), b, acc=state * stays, input_precision="ieee")
-
         decay = tl.exp(tl.where(sees, cum[:, None] - cum[None, :], float("-inf")))
         mix = tl.dot(c, tl.trans(b), input_precision="ieee") * decay * dt[None, :]
         y = tl.dot(mix.to(x.dtype), x, acc=y, input_precision="ieee") + d * x.to(tl.float32)
         _store(y_ptr + head * HEAD_DIM, y, start, tokens, heads * HEAD_DIM, h, HEAD_DIM, CHUNK)
+
+        last = tl.max(run, 0)
+        total = tl.sum(tl.where(tl.arange(0, CHUNK) == CHUNK - 1, cum, 0.0), 0)
+        weight = dt * tl.exp(tl.where(run == last, total - cum, float("-inf")))
+        x = _load(x_ptr + head * x_head, start, tokens, x_stride, h, HEAD_DIM, CHUNK)  # again: registers would spill
+        weighted = (x.to(tl.float32) * weight[:, None]).to(x.dtype)
+        stays = tl.where(last == 0, tl.exp(total), 0.0)
+        state = tl.dot(tl.trans(weighted), b, acc=state * stays, input_precision="ieee")
 
 
 @triton.jit
@@ -182,10 +183,13 @@ def _readers(x_ptr, b_ptr, c_ptr, dt_ptr, a_ptr, segments_ptr, dy_ptr, before_pt
         dt, cum, run, sees = _decays(dt_ptr + head, segments_ptr, tl.load(a_ptr + head), start, tokens, dt_stride, CHUNK)
         from_start = tl.exp(tl.where(run == 0, cum, float("-inf")))
         dy = _load(dy_ptr + head * dy_head, start, tokens, dy_stride, h, HEAD_DIM, CHUNK)
-        before = tl.load(before_ptr + (chunk * heads + head) * (HEAD_DIM * STATE) + state_tile, mask=exists, other=0.0).to(c.dtype)
-        read = tl.dot(c, tl.trans(before), input_precision="ieee")
-        arriving = tl.sum(dy.to(tl.float32) * read, 1) * from_start
-        dc = tl.dot((dy.to(tl.float32) * from_start[:, None]).to(dy.dtype), before, acc=dc, input_precision="ieee")
+        arriving = tl.zeros((CHUNK,), tl.float32)
+        if tl.min(run, 0) == 0:  # else a document begins with the chunk
+            before = tl.load(before_ptr + (chunk * heads + head) * (HEAD_DIM * STATE) + state_tile, mask=exists, other=0.0).to(dy.dtype)
+            c = _load(c_ptr + group * c_group, start, tokens, c_stride, s, STATE, CHUNK)  # again: registers would spill
+            read = tl.dot(c, tl.trans(before), input_precision="ieee")
+            arriving = tl.sum(dy.to(tl.float32) * read, 1) * from_start
+            dc = tl.dot((dy.to(tl.float32) * from_start[:, None]).to(dy.dtype), before, acc=dc, input_precision="ieee")
 
         x = _load(x_ptr + head * x_head, start, tokens, x_stride, h, HEAD_DIM, CHUNK)
         decay = tl.exp(tl.where(sees, cum[:, None] - cum[None, :], float("-inf"))) * dt[None, :]
@@ -196,7 +200,8 @@ def _readers(x_ptr, b_ptr, c_ptr, dt_ptr, a_ptr, segments_ptr, dy_ptr, before_pt
         dlog = tl.sum(tl.where(sees, arriving[:, None], 0.0), 0)
         row = start + place
         tl.store(dlog_ptr + row.to(tl.int64) * heads + head, dlog, mask=row < tokens)
-    narrow = dscores.to(c.dtype)
+    b = _load(b_ptr + group * b_group, start, tokens, b_stride, s, STATE, CHUNK)
+    narrow = dscores.to(b.dtype)
     tile = (chunk * (heads // HEADS) + group) * (CHUNK * CHUNK) + place[:, None] * CHUNK + place[None, :]
     tl.store(dscores_ptr + tile, narrow)
     dc += tl.dot(narrow, b, input_precision="ieee")
