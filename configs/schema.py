@@ -113,12 +113,7 @@ class ParallelConfig:
     """Sizes of the mesh; the data-parallel size is derived from the number of processes."""
 
     ep: int = 1  # processes over which the experts are split
-    dp_replicate: int = 1  # copies of the sharded model (HSDP)
-    cp: int = 1  # context parallelism
-    tp: int = 1  # tensor parallelism
-    pp: int = 1  # pipeline parallelism
     reshard_after_forward: bool = True  # free gathered weights after a layer's forward and gather them again in backward
-    dispatch: str = "allgather"  # how tokens reach experts on other ranks
 
 
 @dataclass

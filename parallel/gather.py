@@ -188,7 +188,7 @@ class Use:
     def _pack(self, t: Tensor) -> Any:
         position = self.storages.get(t.untyped_storage()._cdata)
         if position is None:
-            return t
+            return t.detach()  # t itself may be the output of what saves it: each would keep the other alive for ever
         self.saved_any = True
         return position, t.size(), t.stride(), t.storage_offset()
 

@@ -1,5 +1,6 @@
 """Composes the configuration: schema, configs/*.yaml, command line. Every fault becomes one sentence."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ def load(overrides: Sequence[str]) -> tuple[Config, list[str]]:
     :raises ConfigError: unknown key, wrong type, misplaced experiment file, malformed override.
     """
     cfg = composed(overrides)
+    unknown = _unknown(cfg, OmegaConf.structured(Config))
+    if unknown:
+        raise ConfigError(f"unknown key {unknown[0]} in {' '.join(overrides)}; every key with its type and default is in configs/schema.py")
     missing = sorted(OmegaConf.missing_keys(cfg))
     for key in missing:
         OmegaConf.update(cfg, key, "")
@@ -42,6 +46,17 @@ def composed(overrides: Sequence[str]) -> DictConfig:
         raise ConfigError(_sentence(error, overrides)) from error
 
 
+def _unknown(cfg: DictConfig, schema: DictConfig, place: str = "") -> list[str]:
+    """Dotted keys of cfg that the schema lacks: Hydra's + adds whatever it is told to."""
+    found, known = [], set(schema.keys())  # `in` denies mandatory keys
+    for key in cfg:
+        if key not in known:
+            found.append(f"{place}{key}")
+        elif not OmegaConf.is_missing(cfg, key) and not OmegaConf.is_missing(schema, key) and isinstance(schema[key], DictConfig):
+            found += _unknown(cfg[key], schema[key], f"{place}{key}.")
+    return found
+
+
 def _sentence(error: Exception, overrides: Sequence[str]) -> str:
     """What Hydra and OmegaConf say over several lines and causes, as what, where and what to do."""
     chain = [error]
@@ -50,7 +65,13 @@ def _sentence(error: Exception, overrides: Sequence[str]) -> str:
     lines = [line.strip().rstrip(".") for cause in chain for line in str(cause).splitlines() if line.strip()]
     if any("Key 'experiment' not in" in line for line in lines):
         return "an experiment file was nested under the key experiment: put '# @package _global_' into its first line"
+    if any("Could not override 'experiment'" in line for line in lines):
+        return f"write +experiment=..., with a plus, in {' '.join(overrides)}"
     told = next((line for mark in ("Value ", "not in ", "Could not find") for line in lines if mark in line), lines[0])
+    group = re.search(r"Could not find '([a-z]+)/", told)
+    if group:
+        names = ", ".join(sorted(file.stem for file in (CONFIG_DIR / group[1]).glob("*.yaml")))
+        return f"{told} in {' '.join(overrides)}; there are {names}"
     where = next((line.partition(":")[2].strip() for line in lines if line.startswith("full_key:")), "")
     place = f" at {where}" if where and where not in told else ""
     if "mismatched input" in told or "LexerNoViableAlt" in told:

@@ -61,12 +61,21 @@ def configure(arguments: Sequence[str]) -> tuple[Config, torch.device]:
         environment = Environment(world(), " ".join(["train.py", *arguments]))
         problems += validate(cfg, environment)
         if not problems:
+            check_run_dir(cfg.run_dir)
             check_data(cfg)
     except (config.ConfigError, DataError) as error:
         problems = [str(error)]
     if problems:
         refuse(problems)
     return cfg, pick_device()
+
+
+def check_run_dir(run_dir: str) -> None:
+    """Whether logs and checkpoints can be written."""
+    try:
+        Path(run_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise config.ConfigError(f"run_dir={run_dir} cannot be written ({error.strerror}); choose another folder") from error
 
 
 def check_data(cfg: Config) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -55,6 +56,8 @@ class Interruption:
 
     def _ask(self, number: int, frame: object) -> None:
         self.asked = True
+        signal.signal(number, signal.SIG_DFL)
+        print("stopping after this step, with a checkpoint; once more stops at once, without", file=sys.stderr, flush=True)
 
     def agreed(self) -> bool:
         """Whether any rank was asked to stop. All ranks must call this together."""
@@ -86,8 +89,11 @@ class Run:
     def train(self) -> Outcome:
         """All steps that are left, with what belongs between them."""
         cfg, started = self.cfg.train, time.perf_counter()
+        if self.cfg.compile.enabled:
+            self.telemetry.note("compiling every kind of layer: a minute or two, seconds when it has been done before")
         self.warm_up()
         if cfg.decode_at_start and self.state.step == 0:
+            self.telemetry.note("transcribing the validation sets before the first step")
             self.decode()
         self.meter = Meter()
         warm_after, recent = self.state.step + WARM_UP_STEPS, []

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from configs.schema import CompileConfig, ParallelConfig
 from model import params
@@ -107,6 +108,29 @@ def measure_step_scope() -> dict[str, Any]:
     return {"loss_error": abs(total.item() - reference) / reference, "gradient_error": max(errors), "graphs": len(graphs)}
 
 
+def kept_without_backward() -> int:
+    """How many tensors that a forward pass saved are still in memory after its result is gone; tanh saves its own output."""
+    mesh = make_mesh(ParallelConfig(), torch.device("cpu"))
+    leaves = {name: sharding.shard(p, params.draw(name, p, 0), mesh).to_local().requires_grad_() for name, p in params.named_leaves(spec())}
+    engine = Engine(spec(), ((f"layers.{i}",) for i in range(LAYERS)), mesh, torch.float32, True, CompileConfig(enabled=False))
+    owned = {w.untyped_storage()._cdata for w in leaves.values()}
+    saved: list[StorageWeakRef] = []
+    pack = gather.Use._pack
+
+    def noted(use: gather.Use, t: Tensor) -> Any:
+        if t.untyped_storage()._cdata not in owned:
+            saved.append(StorageWeakRef(t.untyped_storage()))
+        return pack(use, t)
+
+    gather.Use._pack = noted  # type: ignore[method-assign]
+    try:
+        run(leaves, Pass(engine, leaves, SimpleNamespace(training=True)))
+    finally:
+        gather.Use._pack = pack  # type: ignore[method-assign]
+    assert saved or mesh.world == 1
+    return sum(not storage.expired() for storage in saved)
+
+
 def cast(call: Pass, dtype: torch.dtype) -> Any:
     return lambda key, fn, x: call(key, fn, x.to(dtype))
 
@@ -149,7 +173,7 @@ if __name__ == "__main__":
         "every": collectives.every_rank(True, cpu), "not_every": collectives.every_rank(rank == 0, cpu),
         "objects": collectives.gather_objects(rank), "first": collectives.gather_objects(collectives.from_first_rank(f"rank {rank}")),
     }
-    whole_step = measure_step_scope()
+    results |= {"flags": flags, "step_scope": measure_step_scope(), "kept": kept_without_backward()}
     if rank == 0:
-        print(json.dumps(results | {"flags": flags, "step_scope": whole_step}))
+        print(json.dumps(results))
     dist.destroy_process_group()
