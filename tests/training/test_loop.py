@@ -1,8 +1,17 @@
+"""What a run does around its steps, with everything else replaced."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
+from training import config, loop
 from training.loop import Run, RunError
 from training.state import State
+from training.telemetry import Meter
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(float("nan"), 1.0), (1.0, float("inf"))])
@@ -12,3 +21,41 @@ def test_a_state_that_went_wrong_is_not_saved(loss: float, norm: float) -> None:
     run.metrics = {"loss": torch.tensor(loss), "grad_norm": torch.tensor(norm)}
     with pytest.raises(RunError, match=r"the loss is .* and the gradient norm .* at step 7; lower optimizer.lr"):
         run.save()
+
+
+def test_the_position_is_that_of_the_last_micro_batch() -> None:
+    run = Run.__new__(Run)
+    run.cfg, _ = config.load(["+experiment=digits", "train.accumulate=2"])
+    run.mesh, run.meter, run.state = SimpleNamespace(device=torch.device("cpu")), Meter(), State(0, {}, {}, {}, {})  # type: ignore[assignment]
+    run.telemetry = SimpleNamespace(tick=lambda step: None)  # type: ignore[assignment]
+    run.loader = iter([{"state": {"batch": i}, "counters": {"bad_audio": i}, "tokens_T": torch.full((4,), i), "fill": 0.5, "audio_sec": 1.0}
+                       for i in range(1, 5)])
+    seen: list[list[int]] = []
+
+    def step(state: State, batches: Any) -> tuple[State, dict[str, torch.Tensor]]:
+        seen.append([int(batch["tokens_T"][0]) for batch in batches])
+        return replace(state, step=state.step + 1), {}
+
+    run.step = step
+    for last in (2, 4):
+        run.advance()
+        assert run.position == {"batch": last}
+        assert run.skipped == {"bad_audio": last}
+    assert seen == [[1, 2], [3, 4]]
+
+
+def test_the_best_checkpoint_has_the_lowest_validation_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run.__new__(Run)
+    run.cfg, _ = config.load(["+experiment=digits"])
+    run.mesh, run.engine, run.run_dir, run.best = SimpleNamespace(rank=0, dp=1), None, tmp_path, None  # type: ignore[assignment]
+    run.telemetry = SimpleNamespace(log_validation=lambda *args: None)  # type: ignore[assignment]
+    marked: list[tuple[str, float]] = []
+    monkeypatch.setattr(loop, "validation_names", lambda data: ["one", "two"])
+    monkeypatch.setattr(loop, "validation_batches", lambda *args: [])
+    monkeypatch.setattr(loop.checkpoint, "mark_best", lambda run_dir, path, value, mesh: marked.append((path.name, value)))
+    monkeypatch.setattr(run, "save", lambda: tmp_path / f"step_{run.state.step:08d}", raising=False)
+    for number, losses in enumerate([(3.0, 5.0), (2.0, 4.0), (1.0, 6.0), (2.5, 2.5)], 1):
+        run.state, left = State(number, {}, {}, {}, {}), list(losses)
+        monkeypatch.setattr(loop.evaluation, "validation_loss", lambda *args, left=left: {"loss": left.pop(0)})
+        run.validate()
+    assert marked == [("step_00000001", 4.0), ("step_00000002", 3.0), ("step_00000004", 2.5)]

@@ -1,0 +1,95 @@
+"""One training step on one process against plain formulas: the global mean loss, torch's AdamW, and the buffers of every layer."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from configs.schema import Config
+from model import params, speech_lm
+from parallel.mesh import Mesh, make_mesh, start_processes
+from tests.dist.first import gradient_error
+from tests.dist.first_worker import rows
+from training import config
+from training.engine import Engine, Pass
+from training.state import State, init_state
+from training.step import make_context, make_engine, make_gradients, make_step
+
+ROW = "{tokens: 256, audio_frames: 176, utterances: 6, utterance_frames: 32, label_tokens: 16}"
+SMALL = ["+experiment=digits", "compile.enabled=false", f"data.rows=[{ROW}]", "model.encoder.n_layers=2",
+         "model.encoder.conv_norm=batch_norm", "model.decoder.pattern=ME", "model.decoder.bias_update_rate=0.01", "train.steps=5",
+         "train.ctc_weight=0.3", "optimizer.warmup_steps=2", "optimizer.weight_decay=0.1", "optimizer.clip_norm=0.5"]
+
+
+@pytest.fixture(scope="module")
+def parts() -> tuple[Config, Mesh, Engine]:
+    start_processes(torch.device("cpu"))
+    cfg, _ = config.load(SMALL)
+    mesh = make_mesh(cfg.parallel, torch.device("cpu"))
+    return cfg, mesh, make_engine(cfg, mesh)
+
+
+def start(cfg: Config, mesh: Mesh) -> State:
+    return init_state(speech_lm.spec(cfg), cfg.seed, mesh)
+
+
+def test_loss_is_one_mean_over_all_micro_batches(parts: tuple[Config, Mesh, Engine]) -> None:
+    cfg, mesh, engine = parts
+    state, batches = start(cfg, mesh), rows(cfg, 0)
+    got = make_gradients(cfg, mesh, engine)(state, batches)
+    leaves, lm, ctc, frames = state.leaves(), torch.zeros(()), torch.zeros(()), 0.0
+    for batch in batches:
+        run = Pass(engine, leaves, make_context(cfg, batch, mesh, training=True))
+        losses, stats = speech_lm.losses(run, batch, run.context, cfg)
+        lm, ctc = lm + losses["lm"], ctc + losses["ctc"]
+        frames += stats["encoder.layers.1.frames"].item()
+    utterances = sum(int((b["ctc_lengths_U"] > 0).sum()) for b in batches)
+    tokens = sum(int((b["labels_T"] >= 0).sum()) for b in batches)  # transcripts and one end token each
+    expected = lm / tokens + 0.3 * ctc / (tokens - utterances)
+    assert got.sums["loss"].item() == pytest.approx(expected.item(), rel=1e-6)
+    assert got.sums["loss_ctc"].item() == pytest.approx(ctc.item() / (tokens - utterances), rel=1e-6)
+    assert got.sums["encoder.layers.1.frames"].item() == frames
+    assert got.counts["lm"].item() == tokens
+    weights = [leaves[name] for name in state.params]
+    reference = dict(zip(state.params, torch.autograd.grad(expected, weights), strict=True))
+    assert gradient_error(got.grads, reference) < 2e-3  # a bias before a batch norm has rounding alone
+
+
+def test_steps_are_torch_adamw_with_clipping_and_warm_up(parts: tuple[Config, Mesh, Engine]) -> None:
+    cfg, mesh, engine = parts
+    state, gradients, step = start(cfg, mesh), make_gradients(cfg, mesh, engine), make_step(cfg, mesh, engine)
+    theirs: dict[str, Tensor] = {name: w.full_tensor().clone().requires_grad_() for name, w in state.params.items()}
+    decays = {name: p.decay for name, p in params.named_leaves(speech_lm.spec(cfg))}
+    assert {True, False} == {decays[name] for name in theirs}
+    groups = [{"params": [w for name, w in theirs.items() if decays[name] is on], "weight_decay": 0.1 * on} for on in (True, False)]
+    reference = torch.optim.AdamW(groups, betas=cfg.optimizer.betas, eps=cfg.optimizer.eps)
+    for number, lr in enumerate((1e-3 / 3, 2e-3 / 3, 1e-3)):  # two steps of warm-up, then the highest rate
+        batches = rows(cfg, number)
+        grads = {name: g.clone() for name, g in gradients(state, batches).grads.items()}
+        norm = math.sqrt(sum(g.double().square().sum().item() for g in grads.values()))
+        assert norm > 0.5
+        for name, w in theirs.items():
+            w.grad = grads[name] * (0.5 / norm)
+        for group in reference.param_groups:
+            group["lr"] = lr
+        reference.step()
+        state, metrics = step(state, batches)
+        assert state.step == number + 1
+        assert metrics["grad_norm"].item() == pytest.approx(norm, rel=1e-5)
+        for name, w in theirs.items():
+            torch.testing.assert_close(state.params[name].full_tensor(), w.detach(), rtol=1e-5, atol=2e-6, msg=name)
+
+
+def test_a_step_updates_the_buffers_of_every_layer(parts: tuple[Config, Mesh, Engine]) -> None:
+    cfg, mesh, engine = parts
+    before = start(cfg, mesh)
+    after, sums = make_step(cfg, mesh, engine)(before, rows(cfg, 0))
+    assert len(after.buffers) == 2 * cfg.model.encoder.n_layers + 1
+    for i in range(cfg.model.encoder.n_layers):
+        path = f"encoder.layers.{i}"
+        mean = sums[f"{path}.sum"] / sums[f"{path}.frames"]
+        torch.testing.assert_close(after.buffers[f"{path}.conv.batch_norm.running_mean"], 0.1 * mean)
+        assert not torch.equal(after.buffers[f"{path}.conv.batch_norm.running_var"], before.buffers[f"{path}.conv.batch_norm.running_var"])
+    load = sums["decoder.layers.1.expert_load"]
+    torch.testing.assert_close(after.buffers["decoder.layers.1.router.bias"], 0.01 * torch.sign(load.mean() - load))
