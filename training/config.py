@@ -49,7 +49,7 @@ def composed(overrides: Sequence[str]) -> DictConfig:
 def _unknown(cfg: DictConfig, schema: DictConfig, place: str = "") -> list[str]:
     """Dotted keys of cfg that the schema lacks: Hydra's + adds whatever it is told to."""
     found, known = [], set(schema.keys())  # `in` denies mandatory keys
-    for key in cfg:
+    for key in map(str, cfg):
         if key not in known:
             found.append(f"{place}{key}")
         elif not OmegaConf.is_missing(cfg, key) and not OmegaConf.is_missing(schema, key) and isinstance(schema[key], DictConfig):

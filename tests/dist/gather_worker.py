@@ -122,7 +122,7 @@ def kept_without_backward() -> int:
             saved.append(StorageWeakRef(t.untyped_storage()))
         return pack(use, t)
 
-    gather.Use._pack = noted  # type: ignore[method-assign]
+    gather.Use._pack = noted  # type: ignore[method-assign,assignment]
     try:
         run(leaves, Pass(engine, leaves, SimpleNamespace(training=True)))
     finally:
