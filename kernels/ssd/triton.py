@@ -186,10 +186,13 @@ def _readers(x_ptr, b_ptr, c_ptr, dt_ptr, a_ptr, segments_ptr, dy_ptr, before_pt
         arriving = tl.zeros((CHUNK,), tl.float32)
         if tl.min(run, 0) == 0:  # else a document begins with the chunk
             before = tl.load(before_ptr + (chunk * heads + head) * (HEAD_DIM * STATE) + state_tile, mask=exists, other=0.0).to(dy.dtype)
+            if dy.dtype == tl.float32:
+                read = tl.dot(dy * from_start[:, None], before, input_precision="ieee")  # the other way registers would spill
+            else:
+                read = tl.dot(dy, before) * from_start[:, None]  # the other way would round twice
+            dc += read
             c = _load(c_ptr + group * c_group, start, tokens, c_stride, s, STATE, CHUNK)  # again: registers would spill
-            read = tl.dot(c, tl.trans(before), input_precision="ieee")
-            arriving = tl.sum(dy.to(tl.float32) * read, 1) * from_start
-            dc = tl.dot((dy.to(tl.float32) * from_start[:, None]).to(dy.dtype), before, acc=dc, input_precision="ieee")
+            arriving = tl.sum(c.to(tl.float32) * read, 1)
 
         x = _load(x_ptr + head * x_head, start, tokens, x_stride, h, HEAD_DIM, CHUNK)
         decay = tl.exp(tl.where(sees, cum[:, None] - cum[None, :], float("-inf"))) * dt[None, :]
