@@ -70,7 +70,7 @@ def test_a_row_in_two_calls(cut):
                  results(separate(lengths), arguments, probe), FP32)
 
 
-@pytest.mark.parametrize("lengths", [[135], [10, 120, 5], [1]], ids=str)
+@pytest.mark.parametrize("lengths", [[135], [30, 10], [1]], ids=str)
 def test_initial_and_final_states(lengths):
     expected = with_states(lengths, "reference", torch.float64)
     assert_all_close(with_states(lengths, "triton", torch.float32), expected, FP32)
