@@ -1,4 +1,4 @@
-"""Tables on screen, and as CSV and JSON under perf/results/<device>/ with the date and the versions they were made with."""
+"""Tables on screen, and as CSV under perf/results/<device>/, beside a JSON file with the date and the versions they were made with."""
 
 import csv
 import datetime
@@ -31,14 +31,14 @@ def _text(value: Any) -> str:
 
 
 def save(name: str, rows: Sequence[Row], device: str) -> Path:
-    """Writes <name>.csv and <name>.json into the device's folder; the folder."""
+    """Writes <name>.csv, the rows, and <name>.json, how they were made, into the device's folder; the folder."""
     folder = RESULTS / "".join(c if c.isalnum() else "-" for c in device.lower()).strip("-")
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{name}.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    (folder / f"{name}.json").write_text(json.dumps({**circumstances(device), "rows": list(rows)}, indent=1) + "\n")
+    (folder / f"{name}.json").write_text(json.dumps(circumstances(device), indent=1) + "\n")
     return folder
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 
 from kernels import launch
 from perf import report, roofline
@@ -94,8 +95,9 @@ def run(arches: Sequence[int], candidates: bool = True, save: bool = False, only
     floors = roofline.estimates(chosen)
     report.show("Least times on an H200, estimated: 790 TFLOP/s, 4.3 TB/s", floors)
     if save:
-        folder = report.save("kernels", rows, "compiled")
-        report.save("floors", floors, "compiled")
+        device = f"compiled by triton {triton.__version__}"
+        folder = report.save("kernels", rows, device)
+        report.save("floors", floors, device)
         roofline.plot(floors, folder / "roofline.png", "Least times on an H200, estimated", roofline.H200_FLOPS, roofline.H200_BYTES)
         print(f"saved in {folder}")
     usable = [v for v in found if v.default or v.kernel.fits]

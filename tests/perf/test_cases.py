@@ -89,7 +89,7 @@ def test_saved_tables_name_their_circumstances(tmp_path, monkeypatch) -> None:
     assert folder.name == "nvidia-h200--80-gb"
     assert (folder / "table.csv").read_text().split() == ["a,b", "1,0.5", "2,0.25"]
     saved = json.loads((folder / "table.json").read_text())
-    assert saved["rows"][1] == {"a": 2, "b": 0.25}
+    assert saved["device"] == "NVIDIA H200 (80 GB)"
     assert {"device", "date", "torch", "triton", "cuda", "python"} <= set(saved)
     roofline.plot([{"operation": "a", "GFLOP": 1.0, "MB": 2.0, "floor ms": 0.1}], tmp_path / "plot.png", "title", 1e12, 1e11)
     assert (tmp_path / "plot.png").stat().st_size > 1000
