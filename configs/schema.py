@@ -88,10 +88,11 @@ class DataConfig:
     manifest: str = MISSING  # training manifest, a path
     validation: dict[str, str] = field(default_factory=dict)  # name -> manifest of each validation set
     tokenizer: str = MISSING  # path of a tokenizer.json
-    prompt: str = "<|audio|>"  # text before the answer; <|audio|> marks the frames
-    audio_token: str = "<|audio|>"  # the placeholder's token in the tokenizer
-    eos_token: str = "<|eos|>"  # ends an answer; always supervised
-    pad_token: str = "<|pad|>"  # fills unused slots; may equal eos_token
+    prompt_format: str = "plain"  # strings around the turns, a key of data/prompts.py: nemotron-nano-v3 | qwen3 | llama3 | ...
+    system: str | None = None  # system turn; null: what the format prescribes
+    prompt: str = "<|audio|>"  # the user's turn; <|audio|> marks the frames
+    audio_token: str = "<|audio|>"  # the placeholder in prompt; added to a tokenizer that has no such token
+    eos_token: str | None = None  # ends an answer, always supervised; null: the format's own
     sample_rate: int = 16000  # Hz; other rates are resampled
     channels: str = "mean"  # mean | first | error, for files with several channels
     rows: list[RowSize] = field(default_factory=list)  # allowed row sizes, smallest first

@@ -11,8 +11,9 @@ from data.audio import count_samples, read_audio
 from data.errors import DataError, UtteranceError
 from data.manifest import Manifest, Utterance, read_manifest, transcript
 from data.packing import Example, Load, load_of
+from data.prompts import Format
 from data.settings import check, given, row_sizes
-from data.tokenizer import Tokenizer, answer_ids, load_tokenizer, prompt_ids
+from data.tokenizer import Tokenizer, answer_ids, load_tokenizer, prompt_format, prompt_ids
 
 FREE_SLOT = (0,)  # what a slot holds before decoding writes it
 
@@ -50,18 +51,19 @@ class Writer:
     """Tokens around a transcript."""
 
     tokenizer: Tokenizer
+    form: Format
     prompt: tuple[int, ...]
 
     def item(self, name: str, text: str, samples: int, audio: Utterance | digits.DigitString) -> Item:
         """The item of a clean transcript; raises UtteranceError for text that the tokenizer would not keep."""
-        answer = tuple(answer_ids(text, self.tokenizer))
+        answer = tuple(answer_ids(text, self.tokenizer, self.form))
         return Item(name, text, self.prompt, answer, (self.tokenizer.eos_id,), load_of(len(self.prompt), len(answer), samples), audio)
 
 
 def writer(cfg: DataConfig) -> Writer:
     """Tokenizer and prompt of the configuration."""
     tokenizer = load_tokenizer(cfg)
-    return Writer(tokenizer, tuple(prompt_ids(cfg.prompt, tokenizer)))
+    return Writer(tokenizer, prompt_format(cfg), tuple(prompt_ids(cfg, tokenizer)))
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ def example(item: Item, cfg: DataConfig) -> Example:
 
 def _check_longest_string(cfg: DataConfig, written: Writer) -> None:
     samples = digits.longest_samples(cfg.max_words)
-    tokens = max(len(answer_ids(" ".join([word] * cfg.max_words), written.tokenizer)) for word in digits.WORDS)
+    tokens = max(len(answer_ids(" ".join([word] * cfg.max_words), written.tokenizer, written.form)) for word in digits.WORDS)
     excess = load_of(len(written.prompt), tokens, samples).excess(row_sizes(cfg)[-1])
     if excess:
         raise DataError(f"data.rows: a string of data.max_words={cfg.max_words} words can exceed the largest row ({excess}); enlarge it")

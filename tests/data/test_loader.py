@@ -78,7 +78,7 @@ def test_labels_decode_to_the_transcripts_and_the_end():
 
 
 def test_end_is_supervised_even_where_it_is_the_padding(manifest):
-    cfg = config(manifest, pad_token="<|eos|>")
+    cfg = config(manifest)
     batch = next(make_loader(cfg, 0, 0, 1))
     assert (batch["labels_T"] == load_tokenizer(cfg).eos_id).sum() == len(batch["ids"])
 

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -23,7 +24,7 @@ def test_embedded_tokenizer_is_what_the_script_writes(tokenizer):
 
 
 def test_special_tokens_are_distinct_and_the_vocabulary_is_dense(tokenizer):
-    assert len({tokenizer.audio_id, tokenizer.eos_id, tokenizer.pad_id}) == 3
+    assert tokenizer.stop_ids == (tokenizer.eos_id,) != (tokenizer.audio_id,)
     assert tokenizer.vocab_size == len(tokenizer.backend.get_vocab())
 
 
@@ -36,27 +37,33 @@ def test_round_trip(text):
 
 
 def test_case_is_folded_and_special_tokens_are_not_decoded(tokenizer):
-    assert tokenizer.decode([*tokenizer.encode("One Two"), tokenizer.eos_id, tokenizer.pad_id]) == "one two"
+    assert tokenizer.decode([*tokenizer.encode("One Two"), tokenizer.eos_id, tokenizer.audio_id]) == "one two"
 
 
 def test_prompt_marks_the_audio(tokenizer):
-    assert prompt_ids("a<|audio|>b", tokenizer) == [*tokenizer.encode("a"), AUDIO, *tokenizer.encode("b")]
+    assert prompt_ids(config(prompt="a<|audio|>b"), tokenizer) == [*tokenizer.encode("a"), AUDIO, *tokenizer.encode("b")]
 
 
 @pytest.mark.parametrize("prompt, times", [("say it", 0), ("<|audio|><|audio|>", 2)])
 def test_prompt_holds_the_audio_once(tokenizer, prompt, times):
     with pytest.raises(DataError, match=f"data.prompt.*{times} times"):
-        prompt_ids(prompt, tokenizer)
+        prompt_ids(config(prompt=prompt), tokenizer)
 
 
 def test_prompt_of_unknown_characters_is_refused(tokenizer):
     with pytest.raises(DataError, match=r"data\.prompt: the tokenizer does not know ':'"):
-        prompt_ids("say: <|audio|>", tokenizer)
+        prompt_ids(config(prompt="say: <|audio|>"), tokenizer)
 
 
-def test_pad_may_be_eos():
-    tokenizer = load_tokenizer(config(pad_token="<|eos|>"))
-    assert tokenizer.pad_id == tokenizer.eos_id
+def test_an_audio_token_that_is_missing_is_added_and_needs_no_row_of_the_embedding(tokenizer):
+    other = load_tokenizer(config(audio_token="<speech>"))
+    assert other.audio_id == other.vocab_size == tokenizer.vocab_size
+    assert prompt_ids(config(audio_token="<speech>", prompt="a<speech>"), other) == [*tokenizer.encode("a"), AUDIO]
+
+
+def test_a_folder_with_a_tokenizer_will_do(tokenizer):
+    other = load_tokenizer(config(tokenizer=str(Path(TOKENIZER).parent)))
+    assert other.backend.to_str() == tokenizer.backend.to_str()
 
 
 @pytest.mark.parametrize("text", [None, float("nan"), 123, ["a"], {}])
@@ -95,7 +102,7 @@ def test_characters_that_the_tokenizer_would_lose_are_named(tokenizer, text, wha
 
 @pytest.mark.parametrize("name", ["audio", "eos", "pad"])
 def test_special_tokens_in_a_transcript_are_refused(tokenizer, name):
-    with pytest.raises(UtteranceError, match=f"contains the {name} token"):
+    with pytest.raises(UtteranceError, match=rf"contains the special token <\|{name}\|>"):
         answer_ids(f"one <|{name}|> two", tokenizer)
 
 
@@ -115,10 +122,15 @@ def test_other_file_is_not_a_tokenizer(tmp_path):
         load_tokenizer(config(tokenizer=str(tmp_path / "x.json")))
 
 
-@pytest.mark.parametrize("key", ["audio_token", "eos_token", "pad_token"])
-def test_missing_special_token_names_key_and_file(key):
-    with pytest.raises(DataError, match=rf"data\.{key}: .*tokenizer\.json has no token '<\|none\|>'"):
-        load_tokenizer(config(None, **{key: "<|none|>"}))
+@pytest.mark.parametrize("changes, token", [({"eos_token": "<|none|>"}, r"<\|none\|>"), ({"prompt_format": "qwen"}, r"<\|im_end\|>")])
+def test_missing_end_token_names_key_and_file(changes, token):
+    with pytest.raises(DataError, match=rf"data\.eos_token: .*tokenizer\.json has no token '{token}'"):
+        load_tokenizer(config(None, **changes))
+
+
+def test_unknown_format_names_those_that_exist():
+    with pytest.raises(DataError, match=r"data\.prompt_format is 'qwn'; choose one of plain, .*qwen3"):
+        load_tokenizer(config(None, prompt_format="qwn"))
 
 
 def test_relative_path_is_found_from_anywhere(tmp_path, monkeypatch):
