@@ -67,6 +67,8 @@ class DecoderConfig:
 class ModelConfig:
     encoder: EncoderConfig = field(default_factory=EncoderConfig)  # speech encoder
     decoder: DecoderConfig = field(default_factory=DecoderConfig)  # language model
+    freeze_params: list[str] = field(default_factory=list)  # regular expressions at the start of a path: what is not trained
+    prevent_freeze_params: list[str] = field(default_factory=list)  # exceptions from these: what is trained all the same
 
 
 @dataclass

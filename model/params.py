@@ -30,6 +30,7 @@ class P:
     low: float = 0.0  # ends of "uniform", "log_uniform" and "dt_bias"
     high: float = 1.0
     kind: str = "param"  # param | buffer; a buffer gets no gradient, its layer returns its update
+    trained: bool = True  # of a param: whether it is learned (see model/freezing.py)
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):

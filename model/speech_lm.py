@@ -14,6 +14,7 @@ from configs.schema import Config, ModelConfig
 from kernels.linear import linear
 from model import ctc, decoder, fastconformer, mel
 from model.context import Context
+from model.freezing import freeze
 from model.params import P, Tree
 
 Run = Callable[..., Any]
@@ -33,7 +34,7 @@ def spec(cfg: Config) -> Tree:
     }
     if cfg.train.ctc_weight > 0:
         tree["ctc"] = ctc.spec(encoder.d_model, cfg.model.decoder.vocab_size)
-    return tree
+    return freeze(tree, cfg.model.freeze_params, cfg.model.prevent_freeze_params)
 
 
 def units(cfg: Config) -> Iterator[tuple[str, ...]]:

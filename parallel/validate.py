@@ -4,10 +4,12 @@ A rule is a function of (config, environment) that yields a sentence for each vi
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from configs.schema import Config
+from model import freezing, params, speech_lm
 
 
 @dataclass(frozen=True)
@@ -125,9 +127,33 @@ def rows(cfg: Config, environment: Environment) -> Iterator[str]:
         yield f"data.rows has sizes {sizes}; list different sizes, smallest first"
 
 
-RULES: tuple[Rule, ...] = (choices, ranges, processes, encoder, decoder, rows)
+def frozen(cfg: Config, environment: Environment) -> Iterator[str]:
+    leaves = [(name, p) for name, p in params.named_leaves(speech_lm.spec(cfg)) if p.kind == "param"]
+    examples = {name.partition(".")[0]: name for name, _ in leaves}
+    for key in ("freeze_params", "prevent_freeze_params"):
+        for pattern in freezing.unmatched(speech_lm.spec(cfg), getattr(cfg.model, key)):
+            yield f"model.{key} holds {pattern!r}, which matches no parameter; their names are like {', '.join(examples.values())}"
+    if not any(p.trained for _, p in leaves):
+        yield f"model.freeze_params={cfg.model.freeze_params} freezes every parameter; name some in model.prevent_freeze_params"
+    norms = [name for name, p in leaves if name.endswith("conv.batch_norm.weight") and not p.trained]
+    if norms and cfg.model.encoder.conv_norm == "batch_norm" and not cfg.model.encoder.freeze_batch_norm:
+        yield f"model.freeze_params freezes {norms[0]} but its running statistics would move; set model.encoder.freeze_batch_norm=true"
+
+
+def patterns(cfg: Config, environment: Environment) -> Iterator[str]:
+    for key in ("model.freeze_params", "model.prevent_freeze_params"):
+        for pattern in value(cfg, key):  # type: ignore[attr-defined]
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                yield f"{key} holds {pattern!r}, which is no regular expression ({error}); write it as Python does"
+
+
+RULES: tuple[Rule, ...] = (choices, ranges, processes, encoder, decoder, rows, patterns)
+SPEC_RULES: tuple[Rule, ...] = (frozen,)  # about parameters, which can be listed once the sizes are right
 
 
 def validate(cfg: Config, environment: Environment) -> list[str]:
     """Every violation, in one sentence each; empty when the configuration can run in this environment."""
-    return [sentence for rule in RULES for sentence in rule(cfg, environment)]
+    problems = [sentence for rule in RULES for sentence in rule(cfg, environment)]
+    return problems or [sentence for rule in SPEC_RULES for sentence in rule(cfg, environment)]

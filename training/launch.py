@@ -151,7 +151,7 @@ def summary(cfg: Config, mesh: Mesh) -> RunSummary:
     return RunSummary(
         run_dir=Path(cfg.run_dir), device=mesh.device.type, precision=cfg.precision,
         mesh={"dp_shard": mesh.dp}, layout=layout(mesh),
-        parameters_total=total, parameters_trainable=total,
+        parameters_total=total, parameters_trainable=sum(math.prod(p.shape) for p in leaves if p.trained),
         parameters_active=total - routed + routed * decoder.top_k // decoder.n_experts,
         tokens_per_step=row.tokens * rows_a_step, audio_sec_per_step=row.audio_frames * FRAME_SEC * rows_a_step,
         memory_bytes=memory(cfg, mesh, leaves), tensorboard_dir=Path(cfg.run_dir) / EVENTS_DIR,

@@ -125,7 +125,7 @@ class Run:
             batch = empty_batch(size)
             row = to_device(batch, self.mesh)
             loss, _ = row_loss(self.cfg, self.mesh, self.engine, leaves, row, {"lm": one, "ctc": one})
-            torch.autograd.grad(loss, [leaves[name] for name in self.state.params])
+            torch.autograd.grad(loss, [leaves[name] for name in self.state.trained])
             evaluation.validation_loss(self.cfg, self.mesh, self.engine, self.state, [batch])
 
     def advance(self) -> dict[str, Tensor]:

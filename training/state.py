@@ -19,16 +19,22 @@ class State:
     step: int  # updates done
     params: dict[str, Any]
     buffers: dict[str, Tensor]
-    first: dict[str, Any]
+    first: dict[str, Any]  # of the trained parameters alone
     second: dict[str, Any]
 
+    @property
+    def trained(self) -> dict[str, Any]:
+        """The parameters that are not frozen."""
+        return {name: self.params[name] for name in self.first}
+
     def leaves(self) -> dict[str, Tensor]:
-        """What a forward pass reads: this rank's shards of the parameters, for which gradients can be asked, and the buffers."""
-        return {name: shard.requires_grad_() for name, shard in sharding.local(self.params).items()} | self.buffers
+        """What a forward pass reads: this rank's shards of the parameters, gradients on for the trained ones, and the buffers."""
+        return {name: shard.requires_grad_(name in self.first) for name, shard in sharding.local(self.params).items()} | self.buffers
 
 
 def init_state(spec: Tree, seed: int, mesh: Mesh) -> State:
-    """Freshly drawn parameters and zero moments, sharded."""
+    """Freshly drawn parameters, and zero moments of those that are trained, sharded."""
     weights, buffers = params.split_kinds(spec, sharding.init_sharded(spec, seed, mesh))
-    zeros = [{name: torch.zeros_like(w) for name, w in weights.items()} for _ in range(2)]
+    trained = {name for name, p in params.named_leaves(spec) if p.trained}
+    zeros = [{name: torch.zeros_like(w) for name, w in weights.items() if name in trained} for _ in range(2)]
     return State(0, weights, buffers, *zeros)

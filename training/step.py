@@ -59,7 +59,7 @@ def make_gradients(cfg: Config, mesh: Mesh, engine: Engine) -> Callable[[State, 
 
     def gradients(state: State, batches: Sequence[Batch]) -> Gradients:
         leaves = state.leaves()
-        weights = {name: leaves[name] for name in state.params}
+        weights = {name: leaves[name] for name in state.trained}
         counts = label_counts(batches, mesh)
         grads: dict[str, Tensor] = {}
         sums: dict[str, Tensor] = {}
@@ -85,8 +85,8 @@ def make_step(cfg: Config, mesh: Mesh, engine: Engine) -> Callable[[State, Seque
         optimizer.clip(list(grads.values()), norm, cfg.optimizer.clip_norm)
         lr = optimizer.learning_rate(state.step, cfg.optimizer, cfg.train.steps)
         with torch.no_grad():
-            optimizer.update(sharding.local(state.params), grads, sharding.local(state.first), sharding.local(state.second), state.step, lr,
-                             cfg.optimizer, decayed)
+            optimizer.update(sharding.local(state.trained), grads, sharding.local(state.first), sharding.local(state.second), state.step,
+                             lr, cfg.optimizer, decayed)
         buffers = speech_lm.update(state.buffers, sums, cfg.model)
         return replace(state, step=state.step + 1, buffers=buffers), {"grad_norm": norm, "labels": counts["lm"], **sums}
 

@@ -74,13 +74,14 @@ def _experts_op(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor
 
 @torch.library.custom_op("reedling::experts_backward", mutates_args=())
 def _experts_backward_op(dy_TD: Tensor, h_RF: Tensor, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor,
-                         activation: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, weights, up and down. The sorting is repeated: it is deterministic and cheaper than keeping its result."""
+                         activation: str, needs_up: bool, needs_down: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, weights, up and down, the last two empty unless needed. The sorting is repeated: it is deterministic and cheaper than
+    keeping its result."""
     route = _route(ids_TK, up_EFD.shape[0])
     rows = len(route.choice_R)
     dx_RD = x_TD.new_empty(rows + 1, x_TD.shape[1])
     dweights_R = weights_TK.new_zeros(rows + 1)
-    dup_EFD, ddown_EDF = torch.empty_like(up_EFD), torch.empty_like(down_EDF)
+    dup_EFD, ddown_EDF = _gradient(up_EFD, needs_up), _gradient(down_EDF, needs_down)
     by_row = [t.split(route.sizes) for t in (*_token_and_weight(route, weights_TK), h_RF[:rows], dx_RD[:-1], dweights_R[:-1])]
     by_expert = [t.unbind() for t in (up_EFD, down_EDF, dup_EFD, ddown_EDF)]
     for count, tokens, weight, h, dx, dweight, up, down, dup, ddown in zip(route.counts, *by_row, *by_expert, strict=True):
@@ -92,11 +93,18 @@ def _experts_backward_op(dy_TD: Tensor, h_RF: Tensor, x_TD: Tensor, ids_TK: Tens
         act = activate_wide(h, activation)
         dact = widen(product("nn", dy, down))  # before the router's weight
         torch.sum(act * dact, -1, out=dweight)
-        product("tn", dy, act.mul_(weight).to(x.dtype), out=ddown)
+        if needs_down:
+            product("tn", dy, act.mul_(weight).to(x.dtype), out=ddown)
         dh = activate_backward(h, dact.mul_(weight), activation).to(x.dtype)
-        product("tn", dh, x, out=dup)
+        if needs_up:
+            product("tn", dh, x, out=dup)
         product("nn", dh, up, out=dx)
     return _combine(dx_RD, route.slots_TK), dweights_R[route.slots_TK], dup_EFD, ddown_EDF
+
+
+def _gradient(weight: Tensor, needed: bool) -> Tensor:
+    """Room for the gradient, or [E, 0], which can be split by expert like it."""
+    return torch.empty_like(weight) if needed else weight.new_empty(weight.shape[0], 0)
 
 
 def _token_and_weight(route: _Route, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,8 +119,8 @@ def _(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF
 
 @_experts_backward_op.register_fake
 def _(dy_TD: Tensor, h_RF: Tensor, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor,
-      activation: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return torch.empty_like(x_TD), torch.empty_like(weights_TK), torch.empty_like(up_EFD), torch.empty_like(down_EDF)
+      activation: str, needs_up: bool, needs_down: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return torch.empty_like(x_TD), torch.empty_like(weights_TK), _gradient(up_EFD, needs_up), _gradient(down_EDF, needs_down)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -122,8 +130,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, dy_TD: Tensor, dh_RF: None) -> tuple[Tensor | None, ...]:
-    dx, dweights, dup, ddown = _experts_backward_op(dy_TD.contiguous(), *ctx.saved_tensors, ctx.activation)
-    return dx, None, dweights, dup, ddown, None
+    needs_up, needs_down = ctx.needs_input_grad[3:5]
+    dx, dweights, dup, ddown = _experts_backward_op(dy_TD.contiguous(), *ctx.saved_tensors, ctx.activation, needs_up, needs_down)
+    return dx, None, dweights, dup if needs_up else None, ddown if needs_down else None, None
 
 
 _experts_op.register_autograd(_backward, setup_context=_save)

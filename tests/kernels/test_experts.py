@@ -176,6 +176,27 @@ def test_backward_keeps_the_input_and_the_pre_activation_alone():
     assert sorted(saved) == sorted([*own, (ids.numel() + E * (cpu.ROWS - 1), FFN)])
 
 
+@pytest.mark.parametrize("frozen", [("up",), ("down",), ("up", "down")], ids=str)
+def test_frozen_weights_get_no_product_and_change_no_other_gradient(monkeypatch, frozen):
+    x, ids, weights, up, down = inputs(routing("random"))
+    probe = torch.randn(len(x), D, dtype=torch.float64)
+    whole = results(experts, (x, ids, weights, up, down), probe, torch.float64, activation="relu2", implementation="cpu")
+    leaves = {"x": x.requires_grad_(), "weights": weights.requires_grad_(), "up": up.requires_grad_("up" not in frozen),
+              "down": down.requires_grad_("down" not in frozen)}
+    made, product = [], cpu.product
+
+    def counted(kind, *args, **options):
+        made.append(kind)
+        return product(kind, *args, **options)
+
+    monkeypatch.setattr(cpu, "product", counted)
+    y = experts(x, ids, weights, up, down, activation="relu2", implementation="cpu")
+    wanted = [name for name in leaves if name not in frozen]
+    grads = torch.autograd.grad((y * probe).sum(), [leaves[name] for name in wanted])
+    assert all(torch.equal(grad, whole[name]) for name, grad in zip(wanted, grads, strict=True))
+    assert made.count("tn") == (2 - len(frozen)) * E
+
+
 def test_twice_the_same_bits():
     arguments = inputs(routing("random"))
     probe = torch.randn_like(arguments[0]).bfloat16().double()

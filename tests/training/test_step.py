@@ -93,3 +93,22 @@ def test_a_step_updates_the_buffers_of_every_layer(parts: tuple[Config, Mesh, En
         assert not torch.equal(after.buffers[f"{path}.conv.batch_norm.running_var"], before.buffers[f"{path}.conv.batch_norm.running_var"])
     load = sums["decoder.layers.1.expert_load"]
     torch.testing.assert_close(after.buffers["decoder.layers.1.router.bias"], 0.01 * torch.sign(load.mean() - load))
+
+
+def test_frozen_parameters_cost_nothing_and_change_nothing(parts: tuple[Config, Mesh, Engine]) -> None:
+    cfg, mesh, engine = parts
+    frozen, _ = config.load([*SMALL, r"model.freeze_params=['^decoder\.layers','^encoder\.','^projector']",
+                             r"model.prevent_freeze_params=['.*\.norm$']"])
+    state = start(frozen, mesh)
+    assert set(state.params) == set(start(cfg, mesh).params)
+    left = {name for name in state.params if name.endswith("layers.0.norm") or name.endswith("layers.1.norm")
+            or name.startswith(("decoder.embedding", "decoder.head", "ctc"))}
+    assert set(state.first) == set(state.second) == set(state.trained) == left
+    assert {name for name, leaf in state.leaves().items() if leaf.requires_grad} == left
+    batches, before = rows(cfg, 0), {name: w.full_tensor().clone() for name, w in state.params.items()}
+    got = make_gradients(frozen, mesh, make_engine(frozen, mesh))(state, batches)
+    reference = make_gradients(cfg, mesh, engine)(start(cfg, mesh), batches).grads
+    assert set(got.grads) == left
+    assert all(torch.equal(got.grads[name], reference[name]) for name in left)
+    after, _ = make_step(frozen, mesh, make_engine(frozen, mesh))(state, batches)
+    assert {name for name, w in after.params.items() if not torch.equal(w.full_tensor(), before[name])} == left

@@ -1,0 +1,26 @@
+"""Which parameters are trained: patterns over their dotted paths, with the meaning of NeMo's freeze_params and prevent_freeze_params."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from model import params
+from model.params import Tree
+
+
+def freeze(spec: Tree, patterns: Sequence[str], exceptions: Sequence[str]) -> Tree:
+    """`spec` with every parameter marked as not trained whose path begins with a match of one of `patterns` and of none of `exceptions`.
+
+    A frozen parameter has no gradient, no moments, and no part in the communication of gradients.
+    """
+    return params.map_named(lambda path, p: replace(p, trained=p.trained and (_any(exceptions, path) or not _any(patterns, path))), spec)
+
+
+def unmatched(spec: Tree, patterns: Sequence[str]) -> list[str]:
+    """The patterns that no parameter matches: misspelt ones, mostly."""
+    paths = [path for path, p in params.named_leaves(spec) if p.kind == "param"]
+    return [pattern for pattern in patterns if not any(re.match(pattern, path) for path in paths)]
+
+
+def _any(patterns: Sequence[str], path: str) -> bool:
+    return any(re.match(pattern, path) for pattern in patterns)
