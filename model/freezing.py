@@ -13,12 +13,13 @@ def freeze(spec: Tree, patterns: Sequence[str], exceptions: Sequence[str]) -> Tr
 
     A frozen parameter has no gradient, no moments, and no part in the communication of gradients.
     """
+    if not patterns:
+        return spec
     return params.map_named(lambda path, p: replace(p, trained=p.trained and (_any(exceptions, path) or not _any(patterns, path))), spec)
 
 
-def unmatched(spec: Tree, patterns: Sequence[str]) -> list[str]:
-    """The patterns that no parameter matches: misspelt ones, mostly."""
-    paths = [path for path, p in params.named_leaves(spec) if p.kind == "param"]
+def unmatched(paths: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    """The patterns that no parameter's path matches: misspelt ones, mostly."""
     return [pattern for pattern in patterns if not any(re.match(pattern, path) for path in paths)]
 
 

@@ -128,10 +128,12 @@ def rows(cfg: Config, environment: Environment) -> Iterator[str]:
 
 
 def frozen(cfg: Config, environment: Environment) -> Iterator[str]:
+    if not cfg.model.freeze_params and not cfg.model.prevent_freeze_params:
+        return
     leaves = [(name, p) for name, p in params.named_leaves(speech_lm.spec(cfg)) if p.kind == "param"]
     examples = {name.partition(".")[0]: name for name, _ in leaves}
     for key in ("freeze_params", "prevent_freeze_params"):
-        for pattern in freezing.unmatched(speech_lm.spec(cfg), getattr(cfg.model, key)):
+        for pattern in freezing.unmatched([name for name, _ in leaves], getattr(cfg.model, key)):
             yield f"model.{key} holds {pattern!r}, which matches no parameter; their names are like {', '.join(examples.values())}"
     if not any(p.trained for _, p in leaves):
         yield f"model.freeze_params={cfg.model.freeze_params} freezes every parameter; name some in model.prevent_freeze_params"

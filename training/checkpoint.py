@@ -46,8 +46,8 @@ def load(path: Path, state: State, mesh: Mesh) -> tuple[State, dict[str, Any]]:
     tensors = _tensors(state)
     missing = sorted(set(tensors) - set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata))
     if missing:
-        raise CheckpointError(f"{path} lacks {len(missing)} tensors of this run, such as {missing[0]}: it was written with another model or "
-                              "another choice of what is trained; resume with that run's configuration, or start a new run_dir")
+        raise CheckpointError(f"{path} lacks {len(missing)} tensors of this run, such as {missing[0]}: it was written with another model "
+                              "or another choice of what is trained; resume with that run's configuration, or start a new run_dir")
     dcp.load(tensors, checkpoint_id=path)
     buffers = {name: tensors[f"buffers.{name}"] for name in state.buffers}
     return State(meta["step"], state.params, buffers, state.first, state.second), meta

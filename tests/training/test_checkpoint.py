@@ -49,7 +49,7 @@ def test_round_trip(tmp_path: Path, mesh: Mesh) -> None:
 def test_what_is_trained_must_be_what_was_trained(tmp_path: Path, mesh: Mesh) -> None:
     old = state(5, mesh)
     path = checkpoint.save(tmp_path, State(5, old.params, old.buffers, {}, {}), {}, mesh, 2, {})  # all frozen
-    with pytest.raises(checkpoint.CheckpointError, match="lacks 2 tensors of this run, such as first.w: .* another choice of what is trained"):
+    with pytest.raises(checkpoint.CheckpointError, match="lacks 2 tensors of this run, such as first.w: .* another choice"):
         checkpoint.load(path, state(0, mesh), mesh)
     frozen, _ = checkpoint.load(save(tmp_path, 6, mesh, value=3.25), State(0, state(0, mesh).params, old.buffers, {}, {}), mesh)
     assert (frozen.step, frozen.first) == (6, {})
