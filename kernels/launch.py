@@ -9,12 +9,13 @@ Nothing is tuned while a model trains; `python -m perf tune` times the candidate
 
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 ARCHITECTURES = (80, 90, 100, 120)
 INTERPRETED_PROCESSORS = 3  # few enough that each takes several tiles of a test
@@ -39,6 +40,16 @@ def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETED_PROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def serves(t: Tensor, implementations: Container[str]) -> bool:
+    """Whether "auto" takes the Triton version of an operation that has none in fp64."""
+    return t.device.type == "cuda" and t.dtype != torch.float64 and "triton" in implementations
+
+
+def whole_rows(t: Tensor) -> Tensor:
+    """Kernels take any strides but that of the last dimension: views of a wide projection are read where they are."""
+    return t if t.stride(-1) == 1 else t.contiguous()
 
 
 def tiles(operation: str, kernel: str, device: torch.device, shape: str = "any") -> dict[str, Any]:

@@ -33,7 +33,7 @@ def run(implementation: str | None = None, only: Sequence[str] = ()) -> tuple[di
         from perf.interpreter import make_strict
 
         make_strict()
-    records = [record for operation in operations() if not only or operation.name in only
+    records = [record for operation in operations(only)
                for name in operation.implementations
                if name != "reference" and implementation in (None, name)
                and (not unavailable(operation, name, device) or (interpreted and name == "triton"))

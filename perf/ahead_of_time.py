@@ -80,13 +80,15 @@ class _Driver:
 
 
 @contextmanager
-def launches_compiled(arch: int) -> Iterator[list[Kernel]]:
-    """Within, launches compile for sm_<arch> and end there; the list fills with one entry for each variant."""
+def launches_compiled(arch: int, only: str = "") -> Iterator[list[Kernel]]:
+    """Within, launches compile for sm_<arch> and end there, those of other kernels than `only` at once; one entry for each variant."""
     found: dict[tuple[Any, ...], Kernel] = {}
     kernels: list[Kernel] = []
     original = JITFunction.run
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        if only not in ("", self.fn.__name__):
+            return
         try:
             compiled = original(self, *args, grid=grid, warmup=True, **kwargs)
         except Exception as error:
@@ -106,9 +108,9 @@ def launches_compiled(arch: int) -> Iterator[list[Kernel]]:
         driver._active = before
 
 
-def compiled_kernels(call: Callable[[], Any], arch: int) -> list[Kernel]:
-    """The kernels that `call` would launch on sm_<arch>."""
-    with launches_compiled(arch) as kernels:
+def compiled_kernels(call: Callable[[], Any], arch: int, only: str = "") -> list[Kernel]:
+    """The kernels that `call` would launch on sm_<arch>, or the one of that name."""
+    with launches_compiled(arch, only) as kernels:
         call()
     return kernels
 

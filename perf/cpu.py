@@ -5,8 +5,6 @@ is the faster of eager and compiled. Cross-entropy is compared with F.cross_entr
 """
 
 import functools
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +21,7 @@ from kernels.ssd import ssd
 from perf import report
 from perf.calls import error
 from perf.nemotron import CONFIG
+from perf.timing import alternate, seconds
 from training.step import DTYPES
 
 DOCUMENTS, TOKENS = 4, 512
@@ -52,15 +51,15 @@ def run(dtype: str, rounds: int = 15) -> tuple[dict[str, Any], bool]:
     for contest in contests(DTYPES[dtype]):
         difference = _difference(contest)
         valid &= difference <= AGREEMENT[DTYPES[dtype]]
-        seconds, winner = _alternate(contest, rounds)
-        rows.append({"operation": contest.name, "ours ms": 1e3 * seconds["ours"], "theirs ms": 1e3 * seconds["theirs"], "theirs is": winner,
-                     "ratio": seconds["theirs"] / seconds["ours"], "difference": difference})
+        times, winner = _race(contest, rounds)
+        rows.append({"operation": contest.name, "ours ms": 1e3 * times["ours"], "theirs ms": 1e3 * times["theirs"], "theirs is": winner,
+                     "ratio": times["theirs"] / times["ours"], "difference": difference})
         if contest.name == "cross_entropy":
-            result["cross_entropy_time"] = round(seconds["ours"] / seconds["theirs"], 3)
+            result["cross_entropy_time"] = round(times["ours"] / times["theirs"], 3)
             result["cross_entropy_memory"] = round(peak_bytes(_pass(contest.ours, contest.inputs))
                                                    / peak_bytes(_pass(contest.theirs, contest.inputs)), 3)
         else:
-            result[contest.name] = round(seconds["theirs"] / seconds["ours"], 3)
+            result[contest.name] = round(times["theirs"] / times["ours"], 3)
     report.show(f"Forward and backward, {ROWS} tokens, {dtype}, {torch.get_num_threads()} threads", rows)
     if not valid:
         return {"differences": {row["operation"]: row["difference"] for row in rows}}, False
@@ -156,28 +155,16 @@ def _difference(contest: Contest) -> float:
     return max(error(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def _alternate(contest: Contest, rounds: int) -> tuple[dict[str, float], str]:
+def _race(contest: Contest, rounds: int) -> tuple[dict[str, float], str]:
     """Median seconds of each, and which of theirs it was."""
     theirs = {"eager": _pass(contest.theirs, contest.inputs)}
     if contest.compiles:
         theirs["compiled"] = _pass(torch.compile(contest.theirs), contest.inputs)
     for call in theirs.values():
         call()
-    winner = min(theirs, key=lambda name: min(_seconds(theirs[name]) for _ in range(3)))
+    winner = min(theirs, key=lambda name: min(seconds(theirs[name]) for _ in range(3)))
     calls = {"ours": _pass(torch.compile(contest.ours, fullgraph=True, dynamic=False), contest.inputs), "theirs": theirs[winner]}
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds + 1):
-        for name, call in calls.items():
-            seconds = _seconds(call)
-            if turn:  # the first is a warm-up
-                times[name].append(seconds)
-    return {name: statistics.median(values) for name, values in times.items()}, winner
-
-
-def _seconds(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+    return alternate(calls, rounds, warm_up=1), winner
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:

@@ -5,7 +5,8 @@ same process, are the roofs. Nothing is called faster than something it disagree
 reference on small cases and with every library on the case itself.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from perf import report, roofline
 from perf.accuracy import WORST_BF16, WORST_FP32, case_records
 from perf.calls import Call, attempted, differentiable, error, unavailable, withheld
 from perf.cases import Case, Operation, Work, operations
+from perf.timing import device_seconds
 
 AGREEMENT = 2e-2  # of bf16 results and gradients, relative
+_seconds = functools.partial(device_seconds, warmup_ms=50, measure_ms=300)
 NO_GPU = "No CUDA device here: python -m perf gpu measures on one; python -m perf compile says what can be said without."
 
 
@@ -28,9 +31,7 @@ def run(only: Sequence[str] = (), save: bool = False) -> tuple[dict[str, Any], b
     device = torch.device("cuda")
     flops, bandwidth = product_rate(device), copy_rate(device)
     rows, wrong = [], []
-    for operation in operations():
-        if only and operation.name not in only:
-            continue
+    for operation in operations(only):
         wrong += list(_inaccurate(operation, device))
         for case in operation.having("model"):
             rows += _rows(operation, case, device, flops, bandwidth)
@@ -60,12 +61,6 @@ def copy_rate(device: torch.device, size: int = 2**31) -> float:
     """Bytes a second read and written by a copy on the device."""
     source, target = (torch.empty(size, device=device, dtype=torch.uint8) for _ in "st")
     return 2 * size / _seconds(lambda: target.copy_(source))
-
-
-def _seconds(call: Callable[[], Any]) -> float:
-    from triton.testing import do_bench
-
-    return 1e-3 * do_bench(call, warmup=50, rep=300, return_mode="median")
 
 
 def _inaccurate(operation: Operation, device: torch.device) -> Iterator[str]:

@@ -4,8 +4,6 @@ Both run the same compiled layers, forward and backward, in turns; a padded batc
 should take as much less time as it has fewer tokens, attention even less.
 """
 
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +18,7 @@ from model.params import Tree
 from perf import report
 from perf.nemotron import CONFIG
 from perf.text_model import TextModel, pack, single_process
+from perf.timing import alternate
 from training.engine import Engine, Pass
 
 ENCODER = EncoderConfig(mel_bins=80, d_model=256, n_layers=4, n_heads=4, subsampling_channels=64)
@@ -39,7 +38,7 @@ def run(rounds: int = 7) -> tuple[dict[str, Any], bool]:
     rows: list[dict[str, Any]] = []
     for name, make, lengths in (("encoder", encoder_step, samples), ("decoder", decoder_step, tokens)):
         (packed, few), (padded, many) = make(lengths), make([max(lengths)] * len(lengths))
-        times = _alternate({"packed": packed, "padded": padded}, rounds)
+        times = alternate({"packed": packed, "padded": padded}, rounds, warm_up=2)  # compilation first
         rows.append({"part": name, "packed slots": few, "padded slots": many, "packed ms": 1e3 * times["packed"],
                      "padded ms": 1e3 * times["padded"], "time ratio": times["packed"] / times["padded"], "token ratio": few / many})
     report.show(f"Forward and backward, fp32, {torch.get_num_threads()} threads", rows)
@@ -102,15 +101,3 @@ def decoder_step(lengths: Sequence[int]) -> tuple[Step, int]:
 
 def _decoder_weights() -> Tree:
     return params.init(decoder.spec(CONFIG), seed=0)
-
-
-def _alternate(steps: dict[str, Step], rounds: int) -> dict[str, float]:
-    """Median seconds of each."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(rounds + 2):
-        for name, step in steps.items():
-            start = time.perf_counter()
-            step()
-            if turn > 1:  # compilation, then a warm-up
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,14 +50,11 @@ def variants(operation: Operation, arch: int, candidates: bool,
         for case in operation.having("compile"):
             for dtype in (torch.bfloat16,) if name else dtypes:
                 call = _call(operation, case, dtype)
-                if name:
-                    with launch.forced(name, choice):
-                        kernels = compiled_kernels(call, arch)
-                else:
-                    kernels = compiled_kernels(call, arch)
+                with launch.forced(name, choice) if name else nullcontext():
+                    kernels = compiled_kernels(call, arch, only=name)
                 for kernel in kernels:
                     identity = repr(kernel)
-                    if identity not in seen and name in ("", kernel.name):
+                    if identity not in seen:
                         seen.add(identity)
                         yield Variant(operation.name, case.name, not name, kernel)
 
@@ -82,7 +80,7 @@ def problems(variant: Variant, products: frozenset[str]) -> list[str]:
 
 def run(arches: Sequence[int], candidates: bool = True, save: bool = False, only: Sequence[str] = ()) -> tuple[dict[str, Any], bool]:
     """Counts over all variants; the table names those with problems, or is saved whole."""
-    chosen = [o for o in operations() if "triton" in o.implementations and (not only or o.name in only)]
+    chosen = [o for o in operations(only) if "triton" in o.implementations]
     tasks = [(operation.name, arch, candidates) for operation in chosen for arch in arches]
     with ProcessPoolExecutor(min(len(tasks), os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
         found = [variant for part in pool.map(_task, tasks) for variant in part]
@@ -111,7 +109,7 @@ def run(arches: Sequence[int], candidates: bool = True, save: bool = False, only
 def _task(task: tuple[str, int, bool]) -> list[Variant]:
     name, arch, candidates = task
     torch.set_num_threads(1)
-    return list(variants(next(o for o in operations() if o.name == name), arch, candidates))
+    return list(variants(operations([name])[0], arch, candidates))
 
 
 def _short(row: dict[str, Any]) -> dict[str, Any]:

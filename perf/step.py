@@ -7,7 +7,6 @@ compiled. With lengths "speech", theirs pads 24 utterances to the longest, ours 
 import copy
 import functools
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from kernels.linear import LIBRARIES
 from model import decoder, params
 from perf.nemotron import CONFIG, fixed_choices, product_flops, their_names, transformers_model
 from perf.text_model import OPTIMIZER, Row, TextModel, pack, single_process
+from perf.timing import seconds
 from training.step import DTYPES
 
 SLOT_MULTIPLE = 128  # slots of a packed row
@@ -73,13 +73,13 @@ def run(dtype: str, lengths: str, rounds: int) -> tuple[dict[str, Any], bool]:
     ours = TextModel(CONFIG, kind, copy.deepcopy(weights), single_process())
     theirs = _faster(_their_steps(weights, kind), source)
     steps = {"ours": lambda batch: ours.step(batch.packed(kind)), "theirs": theirs}
-    seconds, rate, tokens = _alternate(steps, source, rounds or (5 if lengths == "speech" else 9), kind)
+    medians, rate, tokens = _alternate(steps, source, rounds or (5 if lengths == "speech" else 9), kind)
     batch = next(source)
     return {
-        "ratio": round(seconds["theirs"] / seconds["ours"], 3),
-        "ours_tokens_per_s": round(tokens / seconds["ours"]),
-        "theirs_tokens_per_s": round(tokens / seconds["theirs"]),
-        "matmul_share": round(product_flops(CONFIG) * tokens / seconds["ours"] / rate, 3),
+        "ratio": round(medians["theirs"] / medians["ours"], 3),
+        "ours_tokens_per_s": round(tokens / medians["ours"]),
+        "theirs_tokens_per_s": round(tokens / medians["theirs"]),
+        "matmul_share": round(product_flops(CONFIG) * tokens / medians["ours"] / rate, 3),
         **accuracy,
         "fill": round(batch.tokens / batch.mask().numel(), 3),
         "dtype": dtype, "threads": torch.get_num_threads(), "product_gflops": round(rate / 1e9),
@@ -104,7 +104,7 @@ def _faster(steps: dict[str, Callable[[Batch], Any]], source: Iterator[Batch]) -
     """After a warm-up, the step whose better of two is the quickest."""
     for step in steps.values():
         step(next(source))
-    return steps[min(steps, key=lambda name: min(_seconds(steps[name], next(source)) for _ in range(2)))]
+    return steps[min(steps, key=lambda name: min(seconds(functools.partial(steps[name], next(source))) for _ in range(2)))]
 
 
 def _alternate(steps: dict[str, Callable[[Batch], Any]], source: Iterator[Batch], rounds: int,
@@ -115,9 +115,9 @@ def _alternate(steps: dict[str, Callable[[Batch], Any]], source: Iterator[Batch]
     for turn in range(rounds + 1):
         batch = next(source)
         for name, step in steps.items():
-            seconds = _seconds(step, batch)
+            taken = seconds(functools.partial(step, batch))
             if turn:  # the first is a warm-up
-                times[name].append(seconds)
+                times[name].append(taken)
         rate = max(rate, _product_rate(dtype))
     return {name: statistics.median(values) for name, values in times.items()}, rate, batch.tokens
 
@@ -125,13 +125,7 @@ def _alternate(steps: dict[str, Callable[[Batch], Any]], source: Iterator[Batch]
 def _product_rate(dtype: torch.dtype) -> float:
     """FLOP/s of a 2048³ product by the faster of MKL and oneDNN."""
     a, b = torch.randn(2048, 2048, dtype=dtype), torch.randn(2048, 2048, dtype=dtype)
-    return 2 * 2048**3 / min(_seconds(functools.partial(function, a), b) for function in LIBRARIES.values() for _ in range(2))
-
-
-def _seconds(step: Callable[[Any], Any], batch: Any) -> float:
-    start = time.perf_counter()
-    step(batch)
-    return time.perf_counter() - start
+    return 2 * 2048**3 / min(seconds(functools.partial(function, a, b)) for function in LIBRARIES.values() for _ in range(2))
 
 
 def _accuracy(weights: Any, source: Iterator[Batch]) -> dict[str, float]:

@@ -15,6 +15,7 @@ from kernels import launch
 from perf import report
 from perf.calls import Call, error
 from perf.cases import Operation, operations
+from perf.timing import device_seconds
 
 GAIN = 1.02  # that a candidate needs, so that noise rewrites nothing
 AGREEMENT = 1e-2
@@ -30,8 +31,8 @@ def run(only: Sequence[str] = ()) -> tuple[dict[str, Any], bool]:
         return {"device": None, "reason": NO_GPU}, False
     device = torch.device("cuda")
     rows = []
-    for operation in operations():
-        if operation.candidates and (not only or operation.name in only):
+    for operation in operations(only):
+        if operation.candidates:
             rows += list(_tuned(operation, device))
     report.show(torch.cuda.get_device_name(), rows)
     return {"device": torch.cuda.get_device_name(), "changed": sum(row["gain"] >= GAIN for row in rows), "classes": len(rows)}, True
@@ -71,9 +72,7 @@ def _best(call: Call, kernel: str, candidates: Sequence[Choice], expected: dict[
 
 
 def _seconds(call: Call) -> float:
-    from triton.testing import do_bench
-
-    return 1e-3 * do_bench(lambda: call.results("triton"), warmup=25, rep=100, return_mode="median")
+    return device_seconds(lambda: call.results("triton"), warmup_ms=25, measure_ms=100)
 
 
 def _seconds_if_right(call: Call, expected: dict[str, torch.Tensor]) -> float:

@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.inductor import name_cached_graphs
+
 collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreter"]  # run by tests/kernels/interpreted.py
 
 
@@ -57,7 +59,8 @@ def seed() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def fresh_compiler() -> Iterator[None]:
-    """The limit on recompilations counts per function: without this, files that compile one function at many shapes add up."""
+    """Graphs on disk from other versions of kernels/ are not met, nor the limit on recompilations, which counts per function."""
+    name_cached_graphs()
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()

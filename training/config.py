@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from configs.schema import Config
 
@@ -26,9 +26,11 @@ def load(overrides: Sequence[str]) -> tuple[Config, list[str]]:
     :raises ConfigError: unknown key, wrong type, misplaced experiment file, malformed override.
     """
     cfg = composed(overrides)
-    unknown = _unknown(cfg, OmegaConf.structured(Config))
-    if unknown:
-        raise ConfigError(f"unknown key {unknown[0]} in {' '.join(overrides)}; every key with its type and default is in configs/schema.py")
+    try:
+        OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.to_container(cfg))  # Hydra's + adds keys that the schema lacks
+    except ConfigKeyError as error:
+        place = f"{error.full_key} in {' '.join(overrides)}"
+        raise ConfigError(f"unknown key {place}; every key with its type and default is in configs/schema.py") from error
     missing = sorted(OmegaConf.missing_keys(cfg))
     for key in missing:
         OmegaConf.update(cfg, key, "")
@@ -44,17 +46,6 @@ def composed(overrides: Sequence[str]) -> DictConfig:
             return compose("config", overrides=list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_sentence(error, overrides)) from error
-
-
-def _unknown(cfg: DictConfig, schema: DictConfig, place: str = "") -> list[str]:
-    """Dotted keys of cfg that the schema lacks: Hydra's + adds whatever it is told to."""
-    found, known = [], set(schema.keys())  # `in` denies mandatory keys
-    for key in map(str, cfg):
-        if key not in known:
-            found.append(f"{place}{key}")
-        elif not OmegaConf.is_missing(cfg, key) and not OmegaConf.is_missing(schema, key) and isinstance(schema[key], DictConfig):
-            found += _unknown(cfg[key], schema[key], f"{place}{key}.")
-    return found
 
 
 def _sentence(error: Exception, overrides: Sequence[str]) -> str:

@@ -3,9 +3,9 @@
 import importlib.util
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
+from kernels import launch
 from kernels.attention.adapters import attention_flash, attention_transformer_engine, attention_varlen
 from kernels.attention.cpu import attention_blocks
 from kernels.attention.reference import attention_reference
@@ -39,10 +39,6 @@ def attention(q_TNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, cu_seqlens_U1: Tensor
     :param implementation: auto | a key of IMPLEMENTATIONS
     """
     if implementation == "auto":
-        implementation = "blocks" if q_TNH.device.type == "cpu" else _accelerated(q_TNH)
+        implementation = "triton" if launch.serves(q_TNH, IMPLEMENTATIONS) else "blocks" if q_TNH.device.type == "cpu" else "reference"
     scale = q_TNH.shape[-1] ** -0.5 if scale is None else scale
     return IMPLEMENTATIONS[implementation](q_TNH, k_SGH, v_SGH, cu_seqlens_U1, segments_T, keys_2U, causal, scale, window)
-
-
-def _accelerated(q_TNH: Tensor) -> str:
-    return "triton" if "triton" in IMPLEMENTATIONS and q_TNH.dtype != torch.float64 else "reference"

@@ -103,6 +103,19 @@ def _key_loop(first_row, end, key_start, key_end, CAUSAL: tl.constexpr, WINDOW: 
 
 
 @triton.jit
+def _own_tile(starts_ptr, ends_ptr, key_starts_ptr, key_ends_ptr, rows, documents, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """This program's tile of queries: its first row, the row before which it ends, the document's end; rows, _span of each, _key_loop."""
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # long ones first: late rows see more keys
+    first_row, next_start, end, key_start, key_end = _query_tile(tile, starts_ptr, ends_ptr, key_starts_ptr, key_ends_ptr, rows, documents,
+                                                                 BLOCK_M)
+    row = first_row + tl.arange(0, BLOCK_M)
+    first, last = _span(row, end, key_start, key_end, CAUSAL, WINDOW)
+    begin, clear, cut, stop = _key_loop(first_row, end, key_start, key_end, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+    return first_row, next_start, end, row, first, last, begin, clear, cut, stop
+
+
+@triton.jit
 def _load_rows(ptr, first, stop, stride, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):
     """Rows first : first + ROWS of one head [ROWS, WIDTH], zeros from row `stop` and column SIZE on."""
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -159,15 +172,11 @@ def _forward_keys(acc, most, total, q, k_ptr, v_ptr, bias_ptr, row, first, last,
 def _forward_kernel(q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, lse_ptr, starts_ptr, ends_ptr, key_starts_ptr, key_ends_ptr, rows, documents,
                     bias_width, q_row, q_head, k_row, k_head, v_row, v_head, scale, SHARE: tl.constexpr, SIZE: tl.constexpr,
                     WIDTH: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # long ones first: late rows see more keys
     head = tl.program_id(0).to(tl.int64)
-    first_row, next_start, end, key_start, key_end = _query_tile(tile, starts_ptr, ends_ptr, key_starts_ptr, key_ends_ptr, rows, documents,
-                                                                 BLOCK_M)
+    first_row, next_start, end, row, first, last, begin, clear, cut, stop = _own_tile(
+        starts_ptr, ends_ptr, key_starts_ptr, key_ends_ptr, rows, documents, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
     if first_row >= next_start:
         return
-    row = first_row + tl.arange(0, BLOCK_M)
-    first, last = _span(row, end, key_start, key_end, CAUSAL, WINDOW)
-    begin, clear, cut, stop = _key_loop(first_row, end, key_start, key_end, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
     q = _load_rows(q_ptr + head * q_head, first_row, end, q_row, SIZE, BLOCK_M, WIDTH, True)
     k_ptr += (head // SHARE) * k_head
     v_ptr += (head // SHARE) * v_head
@@ -232,15 +241,11 @@ def _query_kernel(dout_ptr, dlse_ptr, q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, ls
                   v_head, scale, SHARE: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Gradient of q; also writes delta = dout . out - dlse, which the gradients of k and v need."""
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)
     head = tl.program_id(0).to(tl.int64)
-    first_row, next_start, end, key_start, key_end = _query_tile(tile, starts_ptr, ends_ptr, key_starts_ptr, key_ends_ptr, rows, documents,
-                                                                 BLOCK_M)
+    first_row, next_start, end, row, first, last, begin, clear, cut, stop = _own_tile(
+        starts_ptr, ends_ptr, key_starts_ptr, key_ends_ptr, rows, documents, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
     if first_row >= next_start:
         return
-    row = first_row + tl.arange(0, BLOCK_M)
-    first, last = _span(row, end, key_start, key_end, CAUSAL, WINDOW)
-    begin, clear, cut, stop = _key_loop(first_row, end, key_start, key_end, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
     q = _load_rows(q_ptr + head * q_head, first_row, end, q_row, SIZE, BLOCK_M, WIDTH, True)
     dout = _load_rows(dout_ptr + head * dout_head, first_row, end, dout_row, SIZE, BLOCK_M, WIDTH, True)
     delta = _row_products(dout_ptr + head * dout_head, out_ptr + head * SIZE, first_row, end, dout_row, tl.num_programs(0) * SIZE, SIZE,
@@ -363,7 +368,7 @@ def forward_op(q_TNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, bias_NTR: Tensor | N
     """`scale` is positive."""
     rows, heads = q_TNH.shape[:2]
     out_TNH, lse_NT = torch.empty_like(q_TNH, memory_format=torch.contiguous_format), q_TNH.new_empty((heads, rows), dtype=torch.float32)
-    q_TNH, k_SGH, v_SGH = map(_rows_whole, (q_TNH, k_SGH, v_SGH))
+    q_TNH, k_SGH, v_SGH = map(launch.whole_rows, (q_TNH, k_SGH, v_SGH))
     tiles = _tiles("_forward_kernel", q_TNH, bias_NTR)
     _forward_kernel[(heads, _query_tiles(rows, starts_U, tiles))](
         q_TNH, k_SGH, v_SGH, bias_NTR, out_TNH, lse_NT, starts_U, ends_U, key_starts_U, key_ends_U, rows, len(starts_U),
@@ -379,7 +384,7 @@ def backward_op(dout_TNH: Tensor, dlse_NT: Tensor | None, q_TNH: Tensor, k_SGH: 
     """Gradients of q, k, v and the bias, the last of which is empty without a bias."""
     rows, heads = q_TNH.shape[:2]
     keys, groups = k_SGH.shape[:2]
-    dout_TNH, q_TNH, k_SGH, v_SGH = map(_rows_whole, (dout_TNH, q_TNH, k_SGH, v_SGH))
+    dout_TNH, q_TNH, k_SGH, v_SGH = map(launch.whole_rows, (dout_TNH, q_TNH, k_SGH, v_SGH))
     dlse_NT = None if dlse_NT is None else dlse_NT.contiguous()
     strides = [stride for t in (dout_TNH, q_TNH, k_SGH, v_SGH) for stride in t.stride()[:2]]
     ranges, constants = (starts_U, ends_U, key_starts_U, key_ends_U), _constants(q_TNH, k_SGH, causal, window)
@@ -398,10 +403,6 @@ def backward_op(dout_TNH: Tensor, dlse_NT: Tensor | None, q_TNH: Tensor, k_SGH: 
         *strides, scale * LOG2_E.value, HEADS=heads // groups // parts, **constants, **tiles)
     dk_SGH, dv_SGH = (t[0] if parts == 1 else t.sum(0).to(q_TNH.dtype) for t in (dk_PSGH, dv_PSGH))
     return dq_TNH, dk_SGH, dv_SGH, dbias_NTR
-
-
-def _rows_whole(t: Tensor) -> Tensor:
-    return t if t.stride(-1) == 1 else t.contiguous()
 
 
 def _width(bias_NTR: Tensor | None) -> int:

@@ -3,9 +3,9 @@
 import importlib.util
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
+from kernels import launch
 from kernels.conv1d.adapters import conv1d_causal_conv1d
 from kernels.conv1d.cpu import conv1d_shifted
 from kernels.conv1d.reference import conv1d_reference
@@ -46,7 +46,7 @@ if importlib.util.find_spec("triton"):
 def _convolve(x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, segments_T: Tensor, activation: str | None, ahead: int,
               implementation: str) -> Tensor:
     if implementation == "auto":
-        implementation = "triton" if x_TC.device.type == "cuda" and x_TC.dtype != torch.float64 else "shifted"
+        implementation = "triton" if launch.serves(x_TC, IMPLEMENTATIONS) else "shifted"
     if not len(x_TC):
         return x_TC.clone()
     return IMPLEMENTATIONS[implementation](x_TC, weight_CW, bias_C, segments_T, activation, ahead)

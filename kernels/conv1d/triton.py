@@ -120,7 +120,7 @@ def _forward(x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, segments_T:
 def _backward(dy_TC: Tensor, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, segments_T: Tensor, silu: bool,
               ahead: int) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and bias."""
-    dy_TC, x_TC, segments_T = _rows_of_vectors(dy_TC), _rows_of_vectors(x_TC), segments_T.contiguous()
+    dy_TC, x_TC, segments_T = launch.whole_rows(dy_TC), launch.whole_rows(x_TC), segments_T.contiguous()
     (tokens, channels), width = x_TC.shape, weight_CW.shape[1]
     dz_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype, device=x_TC.device) if silu else dy_TC
     options = launch.tiles("conv1d", "_gradients", x_TC.device)
@@ -137,7 +137,7 @@ def _backward(dy_TC: Tensor, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | N
 
 
 def _launch(x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, segments_T: Tensor, silu: bool, ahead: int) -> Tensor:
-    x_TC, segments_T = _rows_of_vectors(x_TC), segments_T.contiguous()
+    x_TC, segments_T = launch.whole_rows(x_TC), segments_T.contiguous()
     (tokens, channels), width = x_TC.shape, weight_CW.shape[1]
     y_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype, device=x_TC.device)
     options = launch.tiles("conv1d", "_convolve", x_TC.device)
@@ -145,11 +145,6 @@ def _launch(x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, segments_T: 
         x_TC, weight_CW, weight_CW if bias_C is None else bias_C.contiguous(), segments_T, y_TC, tokens, channels, x_TC.stride(0),
         *weight_CW.stride(), WIDTH=width, AHEAD=ahead, SILU=silu, BIAS=bias_C is not None, **options)
     return y_TC
-
-
-def _rows_of_vectors(t: Tensor) -> Tensor:
-    """The kernels take rows at any distance, so a slice of a wide projection is read where it is."""
-    return t if t.stride(-1) == 1 else t.contiguous()
 
 
 @_forward.register_fake

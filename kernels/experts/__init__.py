@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kernels import launch
 from kernels.experts.adapters import experts_grouped_mm, experts_loop
 from kernels.experts.cpu import experts_cpu
 from kernels.experts.reference import experts_reference
@@ -40,8 +41,8 @@ def experts(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, do
 
 
 def _automatic(x_TD: Tensor) -> str:
+    if launch.serves(x_TD, IMPLEMENTATIONS):
+        return "triton"
     if x_TD.device.type == "cpu":
         return "cpu"
-    if x_TD.dtype == torch.float64:
-        return "reference"
-    return "triton" if "triton" in IMPLEMENTATIONS else "grouped_mm"
+    return "reference" if x_TD.dtype == torch.float64 else "grouped_mm"

@@ -6,9 +6,9 @@ Score of query i and key j: ((q_i + u) . k_j + (q_i + v) . p_(i - j)) / sqrt(H).
 import importlib.util
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
+from kernels import launch
 from kernels.ragged import Layout
 from kernels.relative_attention.cpu import relative_attention_ragged
 from kernels.relative_attention.reference import relative_attention_dense, relative_attention_reference
@@ -31,10 +31,6 @@ def relative_attention(q_ANH: Tensor, k_ANH: Tensor, v_ANH: Tensor, table_RNH: T
     :param implementation: auto | a key of IMPLEMENTATIONS
     """
     if implementation == "auto":
-        implementation = "ragged" if q_ANH.device.type == "cpu" else _accelerated(q_ANH)
+        implementation = "triton" if launch.serves(q_ANH, IMPLEMENTATIONS) else "ragged" if q_ANH.device.type == "cpu" else "dense"
     run = IMPLEMENTATIONS[implementation]
     return run(q_ANH, k_ANH, v_ANH, table_RNH, bias_u_NH, bias_v_NH, layout)
-
-
-def _accelerated(q_ANH: Tensor) -> str:
-    return "triton" if "triton" in IMPLEMENTATIONS and q_ANH.dtype != torch.float64 else "dense"

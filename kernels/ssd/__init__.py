@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels import launch
 from kernels.activation import widen
 from kernels.ssd.adapters import ssd_mamba_ssm
 from kernels.ssd.reference import ssd_reference
@@ -62,7 +63,7 @@ def _ssd(x_TNH: Tensor, dt_TN: Tensor, a_N: Tensor, b_TGS: Tensor, c_TGS: Tensor
          dt_bias_N: Tensor | None, dt_softplus: bool, dt_limit: tuple[float, float], z_TNH: Tensor | None, initial_NHS: Tensor | None,
          state_dtype: torch.dtype | None, implementation: str, wants_state: bool) -> tuple[Tensor, Tensor | None]:
     if implementation == "auto":
-        implementation = "triton" if x_TNH.device.type == "cuda" and x_TNH.dtype != torch.float64 else "chunked"
+        implementation = "triton" if launch.serves(x_TNH, IMPLEMENTATIONS) else "chunked"
     if state_dtype is None:
         state_dtype = torch.bfloat16 if x_TNH.dtype == torch.bfloat16 else torch.float32
     dt_TN, a_N = widen(dt_TN), widen(a_N)

@@ -272,7 +272,7 @@ def ssd_triton(x_TNH: Tensor, dt_TN: Tensor, a_N: Tensor, b_TGS: Tensor, c_TGS: 
 def _forward(x_TNH: Tensor, dt_TN: Tensor, a_N: Tensor, b_TGS: Tensor, c_TGS: Tensor, d_N: Tensor, segments_T: Tensor,
              initial_NHS: Tensor | None, chunk: int, state_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """y, the final state, and the states that the spans meet [P, N, H, S]."""
-    x_TNH, b_TGS, c_TGS, dt_TN = (_rows_of_vectors(t) for t in (x_TNH, b_TGS, c_TGS, dt_TN))
+    x_TNH, b_TGS, c_TGS, dt_TN = (launch.whole_rows(t) for t in (x_TNH, b_TGS, c_TGS, dt_TN))
     a_N, d_N, segments_T = a_N.contiguous(), d_N.contiguous(), segments_T.contiguous()
     tokens, heads, _ = x_TNH.shape
     y_TNH = torch.empty(x_TNH.shape, dtype=x_TNH.dtype, device=x_TNH.device)
@@ -290,7 +290,7 @@ def _backward(dy_TNH: Tensor, dfinal_NHS: Tensor | None, x_TNH: Tensor, dt_TN: T
               d_N: Tensor, segments_T: Tensor, states_PNHS: Tensor,
               chunk: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, dt, a, b, c, d and of the initial state."""
-    dy_TNH, x_TNH, b_TGS, c_TGS, dt_TN = (_rows_of_vectors(t) for t in (dy_TNH, x_TNH, b_TGS, c_TGS, dt_TN))
+    dy_TNH, x_TNH, b_TGS, c_TGS, dt_TN = (launch.whole_rows(t) for t in (dy_TNH, x_TNH, b_TGS, c_TGS, dt_TN))
     a_N, d_N, segments_T = a_N.contiguous(), d_N.contiguous(), segments_T.contiguous()
     tokens, heads, _ = x_TNH.shape
     options = {kernel: _options(kernel, x_TNH, b_TGS, chunk)[0] for kernel in ("_readers", "_writers")}
@@ -368,11 +368,6 @@ def _options(kernel: str, x_TNH: Tensor, b_TGS: Tensor, chunk: int) -> tuple[dic
     options["BLOCK_H"] = min(whole, options.get("BLOCK_H", whole))
     options["BLOCK_S"] = max(SMALLEST, triton.next_power_of_2(state))
     return options | {"HEADS": heads // groups, "HEAD_DIM": head_dim, "STATE": state}, triton.cdiv(head_dim, options["BLOCK_H"])
-
-
-def _rows_of_vectors(t: Tensor) -> Tensor:
-    """The kernels take any strides but that of the last dimension: views of a wide projection are read where they are."""
-    return t if t.stride(-1) == 1 else t.contiguous()
 
 
 @_forward.register_fake

@@ -98,10 +98,11 @@ class Operation:
         return [case for case in self.cases if case.use == use]
 
 
-def operations() -> list[Operation]:
-    """Of every file of this folder, by name."""
+def operations(only: Sequence[str] = ()) -> list[Operation]:
+    """Of every file of this folder, by name; those with the names `only`, if there are any."""
     names = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "__init__")
-    return [importlib.import_module(f"perf.cases.{name}").OPERATION for name in names]
+    found = [importlib.import_module(f"perf.cases.{name}").OPERATION for name in names]
+    return [operation for operation in found if not only or operation.name in only]
 
 
 def speech_lengths(tokens: int, shortest: int = 30, longest: int = 600) -> list[int]:

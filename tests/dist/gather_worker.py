@@ -15,7 +15,7 @@ from configs.schema import CompileConfig, ParallelConfig
 from model import params
 from model.params import P
 from parallel import collectives, gather, sharding
-from parallel.mesh import make_mesh, start_processes
+from parallel.mesh import Mesh, make_mesh, start_processes
 from training.engine import Engine, Pass
 
 LAYERS, WIDTH, HIDDEN = 5, 7, 5  # odd sizes: every shard is uneven and on 3 ranks one is empty
@@ -36,11 +36,22 @@ def layer(w: dict[str, Tensor], x: Tensor, ctx: Any) -> Tensor:
     return x + h @ w["down"].t() + w["shift"]
 
 
-def run(weights: dict[str, Tensor], call: Any) -> Tensor:
-    x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH) * (1 + dist.get_rank())
+def own_input() -> Tensor:
+    return torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH) * (1 + dist.get_rank())
+
+
+def run(call: Any, x: Tensor) -> Tensor:
     for i in range(LAYERS):
         x = call((f"layers.{i}",), layer, x)
     return x.square().sum()
+
+
+def sharded(dtype: torch.dtype, reshard: bool, compile: CompileConfig) -> tuple[Mesh, Engine, dict[str, Tensor]]:
+    """Mesh, engine and this rank's shards of the model."""
+    mesh = make_mesh(ParallelConfig(), torch.device("cpu"))
+    engine = Engine(spec(), ((f"layers.{i}",) for i in range(LAYERS)), mesh, dtype, reshard, compile)
+    shards = {name: sharding.shard(p, params.draw(name, p, 0), mesh) for name, p in params.named_leaves(spec())}
+    return mesh, engine, {name: w.requires_grad_() for name, w in sharding.local(shards).items()}
 
 
 def unsharded(ranks: int) -> tuple[float, dict[str, Tensor]]:
@@ -55,36 +66,32 @@ def unsharded(ranks: int) -> tuple[float, dict[str, Tensor]]:
     return total.item(), dict(zip(full, torch.autograd.grad(total, list(full.values())), strict=True))
 
 
+def errors(mesh: Mesh, loss: Tensor, grads: dict[str, Tensor]) -> dict[str, Any]:
+    """Of all ranks' losses together, and the largest of any parameter's gradient, whose shards are given."""
+    total = collectives.sum_over_ranks(loss.detach().double().clone()).item()
+    reference, expected = unsharded(mesh.world)
+    leaf = dict(params.named_leaves(spec()))
+    full = {name: sharding.from_local(leaf[name], grad.contiguous(), mesh).full_tensor().double() for name, grad in grads.items()}
+    return {"loss_error": abs(total - reference) / reference,
+            "gradient_error": max(((full[n] - expected[n]).norm() / expected[n].norm()).item() for n in full)}
+
+
 def measure(reshard: bool, dtype: torch.dtype) -> dict[str, Any]:
-    mesh = make_mesh(ParallelConfig(), torch.device("cpu"))
-    state = params.map_named(lambda path, p: sharding.shard(p, params.draw(path, p, 0), mesh), spec())
-    flat = dict(params.named_leaves(state))
-    engine = Engine(spec(), ((f"layers.{i}",) for i in range(LAYERS)), mesh, dtype, reshard, CompileConfig(enabled=False))
-    leaves = {name: w.requires_grad_() for name, w in sharding.local(flat).items()}
+    mesh, engine, leaves = sharded(dtype, reshard, CompileConfig(enabled=False))
     live = LiveMeter()
     with CommDebugMode() as comms, live:
         call = Pass(engine, leaves, SimpleNamespace(training=True))
         if dtype != torch.float32:
             call = cast(call, dtype)
-        loss = run(leaves, call)
+        loss = run(call, own_input())
         grads = torch.autograd.grad(loss, list(leaves.values()))
-    total = loss.detach().double().clone()
-    dist.all_reduce(total)
-    reference, expected = unsharded(mesh.world)
-    full = {name: sharding.from_local(dict(params.named_leaves(spec()))[name], g.contiguous(), mesh).full_tensor()
-            for name, g in zip(leaves, grads, strict=True)}
-    errors = [((full[n].double() - expected[n]).norm() / expected[n].norm()).item() for n in full]
     counts = {str(op).rpartition(".")[2]: n for op, n in comms.get_comm_counts().items()}
-    return {"loss_error": abs(total.item() - reference) / reference, "gradient_error": max(errors), "live_max": live.most, "counts": counts}
+    return {**errors(mesh, loss, dict(zip(leaves, grads, strict=True))), "live_max": live.most, "counts": counts}
 
 
 def measure_step_scope() -> dict[str, Any]:
     """compile.scope=step: the whole pass is one graph, its gathers and reductions inside."""
-    mesh = make_mesh(ParallelConfig(), torch.device("cpu"))
-    leaf = dict(params.named_leaves(spec()))
-    leaves = {name: sharding.shard(p, params.draw(name, p, 0), mesh).to_local().requires_grad_() for name, p in leaf.items()}
-    units = ((f"layers.{i}",) for i in range(LAYERS))
-    engine = Engine(spec(), units, mesh, torch.float32, True, CompileConfig(enabled=True, scope="step"))
+    mesh, engine, leaves = sharded(torch.float32, True, CompileConfig(enabled=True, scope="step"))
     context, graphs = SimpleNamespace(training=True), []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
@@ -93,26 +100,16 @@ def measure_step_scope() -> dict[str, Any]:
 
     @torch.compile(fullgraph=True, dynamic=False, backend=backend)
     def forward(leaves: dict[str, Tensor], x: Tensor) -> Tensor:
-        call = Pass(engine, leaves, context)
-        for i in range(LAYERS):
-            x = call((f"layers.{i}",), layer, x)
-        return x.square().sum()
+        return run(Pass(engine, leaves, context), x)
 
-    x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH) * (1 + dist.get_rank())
-    loss = forward(leaves, x)
+    loss = forward(leaves, own_input())
     grads = torch.autograd.grad(loss, list(leaves.values()))
-    total = collectives.sum_over_ranks(loss.detach().double().clone())
-    reference, expected = unsharded(mesh.world)
-    full = {name: sharding.from_local(leaf[name], g.contiguous(), mesh).full_tensor() for name, g in zip(leaves, grads, strict=True)}
-    errors = [((full[n].double() - expected[n]).norm() / expected[n].norm()).item() for n in full]
-    return {"loss_error": abs(total.item() - reference) / reference, "gradient_error": max(errors), "graphs": len(graphs)}
+    return {**errors(mesh, loss, dict(zip(leaves, grads, strict=True))), "graphs": len(graphs)}
 
 
 def kept_without_backward() -> int:
     """How many tensors that a forward pass saved are still in memory after its result is gone; tanh saves its own output."""
-    mesh = make_mesh(ParallelConfig(), torch.device("cpu"))
-    leaves = {name: sharding.shard(p, params.draw(name, p, 0), mesh).to_local().requires_grad_() for name, p in params.named_leaves(spec())}
-    engine = Engine(spec(), ((f"layers.{i}",) for i in range(LAYERS)), mesh, torch.float32, True, CompileConfig(enabled=False))
+    mesh, engine, leaves = sharded(torch.float32, True, CompileConfig(enabled=False))
     owned = {w.untyped_storage()._cdata for w in leaves.values()}
     saved: list[StorageWeakRef] = []
     pack = gather.Use._pack
@@ -124,7 +121,7 @@ def kept_without_backward() -> int:
 
     gather.Use._pack = noted  # type: ignore[method-assign,assignment]
     try:
-        run(leaves, Pass(engine, leaves, SimpleNamespace(training=True)))
+        run(Pass(engine, leaves, SimpleNamespace(training=True)), own_input())
     finally:
         gather.Use._pack = pack  # type: ignore[method-assign]
     assert saved or mesh.world == 1
