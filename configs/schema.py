@@ -26,20 +26,40 @@ class EncoderConfig:
 
 
 @dataclass
+class RopeScaling:
+    """How the frequencies of rotary positions are slowed to reach beyond the length of pretraining."""
+
+    kind: str = "none"  # none | linear (all by factor) | llama3 (low ones, a smooth passage) | yarn (by rotations in the trained length)
+    factor: float = 1.0  # how many times slower
+    trained_positions: int = 8192  # llama3, yarn: length of pretraining
+    low_frequency: float = 1.0  # llama3: turns within that length below which a frequency is slowed in full
+    high_frequency: float = 4.0  # llama3: turns above which it is kept
+    beta_fast: float = 32.0  # yarn: turns above which a frequency is kept
+    beta_slow: float = 1.0  # yarn: turns below which it is slowed in full
+    attention_factor: float | None = None  # yarn: factor on rotated queries and keys; null: 0.1 ln(factor) + 1
+
+
+@dataclass
 class DecoderConfig:
     """Hybrid language model: one letter of `pattern` a layer."""
 
-    pattern: str = "M*"  # M Mamba-2, * attention, E mixture of experts, - dense MLP
+    pattern: str = "M*"  # M Mamba-2, * attention, W attention within a window, E mixture of experts, - dense MLP
     d_model: int = 2688  # width
-    vocab_size: int = 131072  # rows of the embedding and of the head
+    vocab_size: int = 131072  # tokens that the model knows
+    vocab_multiple: int = 1  # embedding and head have rows up to a multiple of this; what is beyond vocab_size takes no part
     tie_embeddings: bool = False  # use the embedding as head
     norm_eps: float = 1e-5  # epsilon of every RMSNorm
+    post_norm: bool = False  # a second RMSNorm in each layer, on what it adds to its input
     init_std: float = 0.02  # standard deviation of the weight initialisation
     n_heads: int = 32  # query heads of an attention layer
     n_kv_heads: int = 2  # key and value heads
     head_dim: int = 128  # size of an attention head
     rope_theta: float | None = None  # base of rotary positions; null: none
+    rope_fraction: float = 1.0  # share of a head, its first numbers, that is rotated
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)  # beyond the length of pretraining
     attention_bias: bool = False  # biases in the attention projections
+    attention_out_bias: bool = True  # where there are biases, also in the output projection
+    window: int = 4096  # layers W: a token sees itself and the window - 1 tokens before
     qk_norm: bool = False  # RMSNorm over each query and key head
     mamba_heads: int = 64  # heads of a Mamba-2 layer
     mamba_head_dim: int = 64  # size of a Mamba head
@@ -47,15 +67,20 @@ class DecoderConfig:
     mamba_state: int = 128  # state size a head
     mamba_conv: int = 4  # taps of the causal convolution
     mamba_chunk: int = 128  # tokens a chunk of the scan
+    mamba_bias: bool = False  # biases in the input and output projections of a Mamba-2 layer
+    mamba_conv_bias: bool = True  # biases of its convolution
     time_step_min: float = 0.001  # lower end of the initial step sizes, and the lower limit of dt
     time_step_max: float = 0.1  # upper end of the initial step sizes
     mlp_ffn: int = 0  # hidden width of a dense MLP layer
+    mlp_bias: bool = False  # biases in dense MLPs, the shared expert and the latent projections
     activation: str = "relu2"  # relu2 | swiglu, of experts and MLP
     n_experts: int = 128  # routed experts a layer
     top_k: int = 6  # experts a token
     moe_ffn: int = 1856  # hidden width of a routed expert
     shared_ffn: int = 3712  # hidden width of the shared expert; 0: none
+    moe_latent: int = 0  # width in which the routed experts work, between two projections; 0: d_model, without them
     router: str = "sigmoid"  # sigmoid | softmax scores, in fp32
+    router_bias: bool = True  # a score correction that moves the choice of experts, not their weights
     n_group: int = 1  # groups of experts for group-limited choice
     topk_group: int = 1  # groups a token may choose from
     norm_topk: bool = True  # divide the chosen scores by their sum
@@ -65,7 +90,7 @@ class DecoderConfig:
 
 @dataclass
 class ModelConfig:
-    encoder: EncoderConfig = field(default_factory=EncoderConfig)  # speech encoder
+    encoder: EncoderConfig | None = field(default_factory=EncoderConfig)  # speech encoder; null: a language model alone
     decoder: DecoderConfig = field(default_factory=DecoderConfig)  # language model
     freeze_params: list[str] = field(default_factory=list)  # regular expressions at the start of a path: what is not trained
     prevent_freeze_params: list[str] = field(default_factory=list)  # exceptions from these: what is trained all the same

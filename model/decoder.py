@@ -9,17 +9,18 @@ from torch import Tensor
 from configs.schema import DecoderConfig
 from kernels.linear import linear
 from kernels.linear_cross_entropy import linear_cross_entropy
-from model import attention, mamba, mlp, moe
+from model import attention, mamba, mlp, moe, window_attention
 from model.context import Context
 from model.norm import rms_norm
 from model.params import P, Tree
 
-LAYERS: dict[str, ModuleType] = {"M": mamba, "*": attention, "E": moe, "-": mlp}
+LAYERS: dict[str, ModuleType] = {"M": mamba, "*": attention, "W": window_attention, "E": moe, "-": mlp}
 
 
 def spec(cfg: DecoderConfig) -> Tree:
     """embedding, layers, head; a tied model's head has only the final norm."""
-    table = P((cfg.vocab_size, cfg.d_model), ("vocab", "embed"), std=cfg.init_std)
+    rows = -(-cfg.vocab_size // cfg.vocab_multiple) * cfg.vocab_multiple
+    table = P((rows, cfg.d_model), ("vocab", "embed"), std=cfg.init_std)
     head = {"norm": P((cfg.d_model,), ("embed",), "ones")}
     if not cfg.tie_embeddings:
         head["weight"] = table
@@ -43,18 +44,19 @@ def embed_text(w: Tree, tokens_T: Tensor, ctx: Context) -> Tensor:
     return torch.nn.functional.embedding(tokens_T, w["weight"])
 
 
-def _output(w: Tree) -> tuple[Tensor, Tensor]:
+def _output(w: Tree, cfg: DecoderConfig) -> tuple[Tensor, Tensor]:
     """Final norm and output matrix: of the head alone, or of {head, embedding} where they share the matrix."""
-    return (w["norm"], w["weight"]) if "norm" in w else (w["head"]["norm"], w["embedding"]["weight"])
+    norm, table = (w["norm"], w["weight"]) if "norm" in w else (w["head"]["norm"], w["embedding"]["weight"])
+    return norm, table[: cfg.vocab_size]
 
 
 def loss(w: Tree, x_TD: Tensor, labels_T: Tensor, ctx: Context) -> Tensor:
     """Sum of the cross-entropy over all labels that are not -100."""
-    norm, table = _output(w)
+    norm, table = _output(w, ctx.decoder)
     return linear_cross_entropy(rms_norm(x_TD, norm, ctx.decoder.norm_eps), table, labels_T)[0]
 
 
 def logits(w: Tree, x_TD: Tensor, slots_U: Tensor, ctx: Context) -> Tensor:
     """fp32 next-token logits after the given slots. [U, V]"""
-    norm, table = _output(w)
+    norm, table = _output(w, ctx.decoder)
     return linear(rms_norm(x_TD[slots_U], norm, ctx.decoder.norm_eps), table).float()

@@ -6,29 +6,31 @@ from configs.schema import DecoderConfig
 from kernels.activation import activate, expansion
 from kernels.linear import linear
 from model.context import Context
-from model.norm import rms_norm
+from model.norm import add, residual_norms, rms_norm
 from model.params import P, Tree
 
 
 def spec(cfg: DecoderConfig) -> Tree:
-    """norm, up, down."""
-    return {"norm": P((cfg.d_model,), ("embed",), "ones"), **products(cfg, cfg.mlp_ffn)}
+    """norm, up, down, and biases and post_norm where the model has them."""
+    return {**residual_norms(cfg), **products(cfg, cfg.mlp_ffn)}
 
 
 def forward(w: Tree, x_TD: Tensor, ctx: Context) -> tuple[Tensor, dict[str, Tensor]]:
     """x + down act(up norm(x))."""
     h_TD = rms_norm(x_TD, w["norm"], ctx.decoder.norm_eps)
-    return x_TD + apply(w, h_TD, ctx.decoder.activation), {}
+    return add(w, x_TD, apply(w, h_TD, ctx.decoder.activation), ctx.decoder), {}
 
 
 def products(cfg: DecoderConfig, ffn: int) -> Tree:
     """The two matrices of an MLP of hidden width `ffn`; swiglu's `up` has its gate rows before its up rows."""
-    return {
-        "up": P((expansion(cfg.activation) * ffn, cfg.d_model), ("ffn", "embed"), std=cfg.init_std),
+    wide = expansion(cfg.activation) * ffn
+    tree = {
+        "up": P((wide, cfg.d_model), ("ffn", "embed"), std=cfg.init_std),
         "down": P((cfg.d_model, ffn), ("embed", "ffn"), std=cfg.init_std),
     }
+    return tree | {"up_bias": P((wide,), ("ffn",), "zeros"), "down_bias": P((cfg.d_model,), ("embed",), "zeros")} if cfg.mlp_bias else tree
 
 
 def apply(w: Tree, h_TD: Tensor, activation: str) -> Tensor:
     """down act(up h), without norm and residual. [T, D]"""
-    return linear(activate(linear(h_TD, w["up"]), activation), w["down"])
+    return linear(activate(linear(h_TD, w["up"], w.get("up_bias")), activation), w["down"], w.get("down_bias"))

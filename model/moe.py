@@ -6,31 +6,38 @@ from torch import Tensor
 from configs.schema import DecoderConfig
 from kernels.activation import expansion, widen
 from kernels.experts import experts
+from kernels.linear import linear
 from model import mlp
 from model.context import Context
-from model.norm import rms_norm
+from model.norm import add, residual_norms, rms_norm
 from model.params import P, Tree
 from parallel import expert
 
 
 def spec(cfg: DecoderConfig) -> Tree:
-    """norm, router, experts, and shared where the model has a shared expert.
+    """norm, router, experts, and shared, latent_in and latent_out where the model has them.
 
     The router's axis has a name of its own: every rank scores all experts, also where the experts themselves are split.
     """
-    width = expansion(cfg.activation) * cfg.moe_ffn
+    width, inner = expansion(cfg.activation) * cfg.moe_ffn, cfg.moe_latent or cfg.d_model
     tree = {
-        "norm": P((cfg.d_model,), ("embed",), "ones"),
-        "router": {
-            "weight": P((cfg.n_experts, cfg.d_model), ("scores", "embed"), std=cfg.init_std),
-            "bias": P((cfg.n_experts,), ("scores",), "zeros", kind="buffer"),  # score correction
-        },
+        **residual_norms(cfg),
+        "router": {"weight": P((cfg.n_experts, cfg.d_model), ("scores", "embed"), std=cfg.init_std)},
         "experts": {
-            "up": P((cfg.n_experts, width, cfg.d_model), ("experts", "ffn", "embed"), std=cfg.init_std),
-            "down": P((cfg.n_experts, cfg.d_model, cfg.moe_ffn), ("experts", "embed", "ffn"), std=cfg.init_std),
+            "up": P((cfg.n_experts, width, inner), ("experts", "ffn", "embed"), std=cfg.init_std),
+            "down": P((cfg.n_experts, inner, cfg.moe_ffn), ("experts", "embed", "ffn"), std=cfg.init_std),
         },
     }
+    if cfg.router_bias:
+        tree["router"]["bias"] = P((cfg.n_experts,), ("scores",), "zeros", kind="buffer")  # score correction
+    if cfg.moe_latent:
+        tree["latent_in"] = _projection((inner, cfg.d_model), ("latent", "embed"), cfg)
+        tree["latent_out"] = _projection((cfg.d_model, inner), ("embed", "latent"), cfg)
     return tree | {"shared": mlp.products(cfg, cfg.shared_ffn)} if cfg.shared_ffn else tree
+
+
+def _projection(shape: tuple[int, int], axes: tuple[str, str], cfg: DecoderConfig) -> Tree:
+    return {"weight": P(shape, axes, std=cfg.init_std), **({"bias": P(shape[:1], axes[:1], "zeros")} if cfg.mlp_bias else {})}
 
 
 def forward(w: Tree, x_TD: Tensor, ctx: Context) -> tuple[Tensor, dict[str, Tensor]]:
@@ -43,11 +50,19 @@ def forward(w: Tree, x_TD: Tensor, ctx: Context) -> tuple[Tensor, dict[str, Tens
     ids_TK, weights_TK = route(w["router"], h_TD, cfg)
     real_T = ctx.segments_T < ctx.cu_seqlens_U1.shape[0] - 1
     ids_TK = torch.where(real_T[:, None], ids_TK, cfg.n_experts)  # padding computes nothing
-    y_TD = x_TD + _routed(w["experts"], h_TD, ids_TK, weights_TK, ctx)
+    if cfg.moe_latent:
+        inner_TD = _project(w["latent_in"], h_TD)
+        y_TD = _project(w["latent_out"], _routed(w["experts"], inner_TD, ids_TK, weights_TK, ctx))
+    else:
+        y_TD = _routed(w["experts"], h_TD, ids_TK, weights_TK, ctx)
     if cfg.shared_ffn:
         y_TD = y_TD + mlp.apply(w["shared"], h_TD, cfg.activation)
     numbers_E = torch.arange(cfg.n_experts, device=ids_TK.device)
-    return y_TD, {"expert_load": (ids_TK[..., None] == numbers_E).sum((0, 1))}
+    return add(w, x_TD, y_TD, cfg), {"expert_load": (ids_TK[..., None] == numbers_E).sum((0, 1))}
+
+
+def _project(w: Tree, x_TD: Tensor) -> Tensor:
+    return linear(x_TD, w["weight"], w.get("bias"))
 
 
 def _routed(w: Tree, h_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, ctx: Context) -> Tensor:
@@ -65,7 +80,8 @@ def route(w: Tree, h_TD: Tensor, cfg: DecoderConfig) -> tuple[Tensor, Tensor]:
     logits_TE = torch.nn.functional.linear(widen(h_TD), widen(w["weight"]))
     scores_TE = logits_TE.sigmoid() if cfg.router == "sigmoid" else logits_TE.softmax(-1)
     with torch.no_grad():
-        ids_TK = torch.topk(_within_groups(scores_TE + w["bias"], cfg), cfg.top_k, sorted=False).indices
+        choice_TE = scores_TE + w["bias"] if cfg.router_bias else scores_TE
+        ids_TK = torch.topk(_within_groups(choice_TE, cfg), cfg.top_k, sorted=False).indices
     weights_TK = scores_TE.gather(1, ids_TK)
     if cfg.norm_topk:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)

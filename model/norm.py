@@ -6,8 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from configs.schema import DecoderConfig
 from kernels.activation import widen
 from kernels.inductor import stored, sum_rows
+from model.params import P, Tree
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -29,6 +31,16 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
+
+def residual_norms(cfg: DecoderConfig) -> Tree:
+    """Weights of a decoder layer's norms: of its input, and of what it adds to it where the model has post norms."""
+    norm = P((cfg.d_model,), ("embed",), "ones")
+    return {"norm": norm, "post_norm": norm} if cfg.post_norm else {"norm": norm}
+
+
+def add(w: Tree, x_TD: Tensor, branch_TD: Tensor, cfg: DecoderConfig) -> Tensor:
+    """x + branch, or x + norm(branch)."""
+    return x_TD + (rms_norm(branch_TD, w["post_norm"], cfg.norm_eps) if cfg.post_norm else branch_TD)
 
 
 class _GatedRMSNorm(torch.autograd.Function):

@@ -1,15 +1,52 @@
 """Rotary position embedding."""
 
+import math
+
 import torch
 from torch import Tensor
 
+from configs.schema import RopeScaling
 
-def rotate(x_TNH: Tensor, positions_T: Tensor, theta: float) -> Tensor:
-    """Rotate each pair (i, i + H/2) of every head by positions_T * theta^(-2i/H), angles in fp32 (Llama's half-split layout)."""
-    half = x_TNH.shape[-1] // 2
+UNSCALED = RopeScaling()
+
+
+def rotate(x_TNH: Tensor, positions_T: Tensor, theta: float, fraction: float = 1.0, scaling: RopeScaling = UNSCALED) -> Tensor:
+    """Turn the first `fraction` of every head: pair (i, i + R/2) of its R numbers by positions_T * theta^(-2i/R), slowed by `scaling`.
+
+    Angles are in fp32 (Llama's half-split layout).
+    """
+    rotated = int(x_TNH.shape[-1] * fraction)
     wide = torch.promote_types(x_TNH.dtype, torch.float32)
-    frequencies = theta ** (-torch.arange(half, device=x_TNH.device, dtype=wide) / half)
+    frequencies = _slowed(theta ** (-torch.arange(rotated // 2, device=x_TNH.device, dtype=wide) / (rotated // 2)), theta, scaling)
     angles = (positions_T.to(wide)[:, None] * frequencies)[:, None, :]
     cos, sin = angles.cos(), angles.sin()
-    first, second = x_TNH.to(wide).chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_TNH.dtype)
+    if scaling.kind == "yarn":
+        factor = 0.1 * math.log(scaling.factor) + 1 if scaling.attention_factor is None else scaling.attention_factor
+        cos, sin = cos * factor, sin * factor
+    first, second = x_TNH[..., :rotated].to(wide).chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_TNH.dtype)
+    return turned if rotated == x_TNH.shape[-1] else torch.cat((turned, x_TNH[..., rotated:]), dim=-1)
+
+
+def _slowed(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    """The frequencies, each kept (share 1), divided by the factor (share 0) or between the two."""
+    if scaling.kind == "none":
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    if scaling.kind == "llama3":  # shares linear in the turns within the trained length
+        turns = frequencies * (scaling.trained_positions / (2 * math.pi))
+        kept = (turns - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency)
+    else:  # yarn: linear in the number of the frequency
+        last = 2 * len(frequencies) - 1
+        low = max(math.floor(_number(scaling.beta_fast, len(frequencies), theta, scaling)), 0)
+        high = min(math.ceil(_number(scaling.beta_slow, len(frequencies), theta, scaling)), last)
+        numbers = torch.arange(len(frequencies), device=frequencies.device, dtype=frequencies.dtype)
+        kept = 1 - (numbers - low) / max(high - low, 0.001)
+    kept = kept.clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / scaling.factor)
+
+
+def _number(turns: float, half: int, theta: float, scaling: RopeScaling) -> float:
+    """Number of the frequency that makes that many turns within the trained length."""
+    return half * math.log(scaling.trained_positions / (turns * 2 * math.pi)) / math.log(theta)

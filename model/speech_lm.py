@@ -23,27 +23,33 @@ Stats = dict[str, Tensor]  # sums that `update` needs, by unit and name
 
 def spec(cfg: Config) -> Tree:
     """Every parameter and buffer of the model."""
-    encoder, width = cfg.model.encoder, cfg.model.decoder.d_model
-    tree = {
-        "encoder": fastconformer.spec(encoder),
-        "projector": {
-            "weight": P((width, encoder.d_model), ("embed", "encoder"), std=encoder.d_model**-0.5),
-            "bias": P((width,), ("embed",), "zeros"),
-        },
-        "decoder": decoder.spec(cfg.model.decoder),
-    }
-    if cfg.train.ctc_weight > 0:
-        tree["ctc"] = ctc.spec(encoder.d_model, cfg.model.decoder.vocab_size)
+    tree = model_spec(cfg.model)
+    if cfg.model.encoder is not None and cfg.train.ctc_weight > 0:
+        tree["ctc"] = ctc.spec(cfg.model.encoder.d_model, cfg.model.decoder.vocab_size)
     return freeze(tree, cfg.model.freeze_params, cfg.model.prevent_freeze_params)
+
+
+def model_spec(cfg: ModelConfig) -> dict[str, Tree]:
+    """The same without what only training needs."""
+    tree = {"decoder": decoder.spec(cfg.decoder)}
+    if cfg.encoder is None:
+        return tree
+    width, encoder = cfg.decoder.d_model, cfg.encoder
+    projector = {
+        "weight": P((width, encoder.d_model), ("embed", "encoder"), std=encoder.d_model**-0.5),
+        "bias": P((width,), ("embed",), "zeros"),
+    }
+    return {"encoder": fastconformer.spec(encoder), "projector": projector} | tree
 
 
 def units(cfg: Config) -> Iterator[tuple[str, ...]]:
     """Subtrees of the parameter tree whose weights travel together, in the order in which `losses` uses them."""
-    yield ("encoder.subsampling",)
-    yield from ((f"encoder.layers.{i}",) for i in range(cfg.model.encoder.n_layers))
-    if cfg.train.ctc_weight > 0:
-        yield ("ctc",)
-    yield ("projector",)
+    if cfg.model.encoder is not None:
+        yield ("encoder.subsampling",)
+        yield from ((f"encoder.layers.{i}",) for i in range(cfg.model.encoder.n_layers))
+        if cfg.train.ctc_weight > 0:
+            yield ("ctc",)
+        yield ("projector",)
     yield ("decoder.embedding",)
     yield from ((f"decoder.layers.{i}",) for i in range(len(cfg.model.decoder.pattern)))
     yield head_unit(cfg.model)
@@ -70,10 +76,13 @@ def encode(run: Run, batch: dict[str, Tensor], ctx: Context, stats: Stats) -> Te
     return x_AD
 
 
-def decode(run: Run, x_AD: Tensor, batch: dict[str, Tensor], ctx: Context, stats: Stats) -> Tensor:
-    """Hidden states [T, D] of the token row; adds the layers' sums to `stats`."""
-    frames_AD = run(("projector",), project, x_AD)
-    x_TD = run(("decoder.embedding",), decoder.embed, frames_AD, batch["tokens_T"], batch["frames_T"])
+def decode(run: Run, x_AD: Tensor | None, batch: dict[str, Tensor], ctx: Context, stats: Stats) -> Tensor:
+    """Hidden states [T, D] of the token row, whose audio slots take their frames from x_AD; adds the layers' sums to `stats`."""
+    if x_AD is None:
+        x_TD = run(("decoder.embedding",), decoder.embed_text, batch["tokens_T"])
+    else:
+        frames_AD = run(("projector",), project, x_AD)
+        x_TD = run(("decoder.embedding",), decoder.embed, frames_AD, batch["tokens_T"], batch["frames_T"])
     for i in range(len(ctx.decoder.pattern)):
         unit = f"decoder.layers.{i}"
         x_TD, sums = run((unit,), decoder.layer(ctx.decoder, i), x_TD)
@@ -84,9 +93,9 @@ def decode(run: Run, x_AD: Tensor, batch: dict[str, Tensor], ctx: Context, stats
 def losses(run: Run, batch: dict[str, Tensor], ctx: Context, cfg: Config) -> tuple[dict[str, Tensor], Stats]:
     """Summed (not averaged) losses of one packed row, "lm" and with an auxiliary head "ctc", and the layers' sums."""
     stats: Stats = {}
-    x_AD = encode(run, batch, ctx, stats)
+    x_AD = encode(run, batch, ctx, stats) if cfg.model.encoder is not None else None
     out = {}
-    if cfg.train.ctc_weight > 0:
+    if x_AD is not None and cfg.train.ctc_weight > 0:
         out["ctc"] = run(("ctc",), ctc.loss, x_AD, batch["ctc_labels_UL"], batch["ctc_lengths_U"])
     x_TD = decode(run, x_AD, batch, ctx, stats)
     out["lm"] = run(head_unit(cfg.model), decoder.loss, x_TD, batch["labels_T"])
@@ -105,7 +114,7 @@ def update(buffers: dict[str, Tensor], stats: Stats, cfg: ModelConfig) -> dict[s
 
 
 def _updates(cfg: ModelConfig) -> Iterator[tuple[str, Callable[..., dict[str, Tensor]], Any]]:
-    for i in range(cfg.encoder.n_layers):
+    for i in range(cfg.encoder.n_layers if cfg.encoder else 0):
         yield f"encoder.layers.{i}.", fastconformer.update, cfg.encoder
     for i, kind in enumerate(cfg.decoder.pattern):
         if hasattr(decoder.LAYERS[kind], "update"):

@@ -51,14 +51,22 @@ def chunk_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
     return start, min(chunk, size - start)
 
 
+def local_box(p: P, mesh: Mesh) -> list[tuple[int, int]]:
+    """Start and length of this rank's part in each dimension of a parameter; the whole of a buffer."""
+    where, box = device_mesh(p, mesh), [(0, length) for length in p.shape]
+    for i, placement in enumerate(placements(p, mesh)):
+        if isinstance(placement, Shard):
+            start, length = box[placement.dim]
+            inner, part = chunk_bounds(length, where.size(i), where.get_local_rank(i))
+            box[placement.dim] = (start + inner, part)
+    return box
+
+
 def shard(p: P, full: Tensor, mesh: Mesh) -> Any:
     """This rank's part of `full` as a DTensor; a buffer stays a plain tensor."""
     if p.kind == "buffer":
         return full.to(mesh.device)
-    where, local = device_mesh(p, mesh), full
-    for i, placement in enumerate(placements(p, mesh)):
-        assert isinstance(placement, Shard)
-        local = local.narrow(placement.dim, *chunk_bounds(local.shape[placement.dim], where.size(i), where.get_local_rank(i)))
+    local = full[tuple(slice(start, start + length) for start, length in local_box(p, mesh))]
     local = local.to(mesh.device).clone(memory_format=torch.contiguous_format)
     return from_local(p, local, mesh)
 

@@ -5,7 +5,7 @@ A rule is a function of (config, environment) that yields a sentence for each vi
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from configs.schema import Config
@@ -32,6 +32,7 @@ CHOICES = {
     "model.encoder.conv_norm": ("batch_norm", "layer_norm"),
     "model.decoder.activation": ("relu2", "swiglu"),
     "model.decoder.router": ("sigmoid", "softmax"),
+    "model.decoder.rope_scaling.kind": ("none", "linear", "llama3", "yarn"),
 }
 AT_LEAST_ONE = (
     "parallel.ep", "train.steps", "train.accumulate", "train.log_every", "train.keep_checkpoints", "train.max_new_tokens",
@@ -41,11 +42,14 @@ AT_LEAST_ONE = (
     "model.decoder.n_kv_heads", "model.decoder.head_dim", "model.decoder.mamba_heads", "model.decoder.mamba_head_dim",
     "model.decoder.mamba_groups", "model.decoder.mamba_state", "model.decoder.mamba_conv", "model.decoder.mamba_chunk",
     "model.decoder.n_experts", "model.decoder.top_k", "model.decoder.moe_ffn", "model.decoder.n_group", "model.decoder.topk_group",
+    "model.decoder.window", "model.decoder.vocab_multiple", "model.decoder.rope_scaling.factor",
+    "model.decoder.rope_scaling.trained_positions",
 )
 NOT_NEGATIVE = (
     "data.workers", "data.max_skipped", "data.curriculum_steps", "train.ctc_weight", "train.validate_every", "train.decode_every",
     "train.checkpoint_every", "optimizer.lr", "optimizer.min_lr", "optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.clip_norm",
-    "model.encoder.n_layers", "model.decoder.mlp_ffn", "model.decoder.shared_ffn", "model.decoder.bias_update_rate",
+    "model.encoder.n_layers", "model.decoder.mlp_ffn", "model.decoder.shared_ffn", "model.decoder.moe_latent",
+    "model.decoder.bias_update_rate",
 )
 
 
@@ -57,15 +61,20 @@ def value(cfg: Config, key: str) -> object:
     return result
 
 
+def present(cfg: Config, keys: Iterable[str]) -> list[str]:
+    """The keys without those of an encoder that the model does not have."""
+    return [key for key in keys if cfg.model.encoder is not None or not key.startswith("model.encoder.")]
+
+
 def choices(cfg: Config, environment: Environment) -> Iterator[str]:
-    for key, allowed in CHOICES.items():
-        if value(cfg, key) not in allowed:
-            yield f"{key}={value(cfg, key)} is unknown; choose one of {', '.join(allowed)}"
+    for key in present(cfg, CHOICES):
+        if value(cfg, key) not in CHOICES[key]:
+            yield f"{key}={value(cfg, key)} is unknown; choose one of {', '.join(CHOICES[key])}"
 
 
 def ranges(cfg: Config, environment: Environment) -> Iterator[str]:
     for keys, least in ((AT_LEAST_ONE, 1), (NOT_NEGATIVE, 0)):
-        for key in keys:
+        for key in present(cfg, keys):
             number = value(cfg, key)
             if not isinstance(number, (int, float)) or number < least:
                 yield f"{key}={number} is too small; it must be at least {least}"
@@ -83,6 +92,8 @@ def processes(cfg: Config, environment: Environment) -> Iterator[str]:
 
 def encoder(cfg: Config, environment: Environment) -> Iterator[str]:
     e = cfg.model.encoder
+    if e is None:
+        return
     if e.n_heads >= 1 and e.d_model % e.n_heads:
         yield f"model.encoder.n_heads={e.n_heads} does not divide model.encoder.d_model={e.d_model}; choose a divisor"
     if e.conv_kernel % 2 == 0:
@@ -93,9 +104,10 @@ def encoder(cfg: Config, environment: Environment) -> Iterator[str]:
 
 def decoder(cfg: Config, environment: Environment) -> Iterator[str]:
     d = cfg.model.decoder
-    unknown = sorted(set(d.pattern) - set("M*E-"))
+    unknown = sorted(set(d.pattern) - set("M*WE-"))
     if unknown or not d.pattern:
-        yield f"model.decoder.pattern={d.pattern!r} has no or unknown letters {unknown}; use M Mamba-2, * attention, E experts, - MLP"
+        yield (f"model.decoder.pattern={d.pattern!r} has no or unknown letters {unknown}; use M Mamba-2, * attention, W attention within a "
+               "window, E experts, - MLP")
     for small, large in (("n_kv_heads", "n_heads"), ("mamba_groups", "mamba_heads"), ("n_group", "n_experts")):
         if getattr(d, small) >= 1 and getattr(d, large) % getattr(d, small):
             yield f"model.decoder.{small}={getattr(d, small)} does not divide model.decoder.{large}={getattr(d, large)}; choose a divisor"
@@ -110,6 +122,13 @@ def decoder(cfg: Config, environment: Environment) -> Iterator[str]:
         yield f"model.decoder.mlp_ffn={d.mlp_ffn} but the pattern has a dense MLP; give its hidden width"
     if d.rope_theta is not None and d.head_dim % 2:
         yield f"model.decoder.head_dim={d.head_dim} is odd; rotary positions need an even size"
+    elif not 0 < d.rope_fraction <= 1 or int(d.head_dim * d.rope_fraction) % 2:
+        rotated = int(d.head_dim * d.rope_fraction)
+        yield (f"model.decoder.rope_fraction={d.rope_fraction} rotates {rotated} of the {d.head_dim} numbers of a head; "
+               "rotary positions need an even number of them")
+    if d.bias_update_rate > 0 and not d.router_bias:
+        yield (f"model.decoder.bias_update_rate={d.bias_update_rate} moves a score correction, which model.decoder.router_bias=false "
+               "leaves out; change one of the two")
 
 
 def rows(cfg: Config, environment: Environment) -> Iterator[str]:

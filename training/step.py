@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from configs.schema import Config
+from configs.schema import Config, EncoderConfig
 from model import params, speech_lm
 from model.context import Context
 from parallel import sharding
@@ -33,7 +33,7 @@ def make_context(cfg: Config, batch: Batch, mesh: Mesh, training: bool) -> Conte
     """The layers' view of a packed row."""
     lengths = {name: batch[name] for name in ("cu_seqlens_U1", "segments_T", "positions_T", "audio_starts_U", "audio_samples_U",
                                               "audio_lengths_U", "audio_segments_A", "audio_positions_A")}
-    return Context(cfg.model.encoder, cfg.model.decoder, **lengths, utterance_frames=_utterance_frames(cfg, batch),
+    return Context(cfg.model.encoder or EncoderConfig(), cfg.model.decoder, **lengths, utterance_frames=_utterance_frames(cfg, batch),
                    dtype=DTYPES[cfg.precision], ep_group=mesh.ep_group, training=training)
 
 

@@ -71,6 +71,11 @@ def test_sizes_below_their_least(key: str, least: int) -> None:
     ({"model.decoder.n_group": 128, "model.decoder.topk_group": 8}, 1, r"^model.decoder.n_group=128 leaves fewer than the 2 experts"),
     ({"model.decoder.pattern": "M-"}, 1, r"^model.decoder.mlp_ffn=0 but the pattern has a dense MLP"),
     ({"model.decoder.head_dim": 63, "model.decoder.rope_theta": 1e4}, 1, r"^model.decoder.head_dim=63 is odd"),
+    ({"model.decoder.rope_fraction": 0.3, "model.decoder.head_dim": 10, "model.decoder.rope_theta": 1e4}, 1,
+     r"^model.decoder.rope_fraction=0.3 rotates 3 of the 10 numbers"),
+    ({"model.decoder.rope_fraction": 1.5, "model.decoder.rope_theta": 1e4}, 1, r"^model.decoder.rope_fraction=1.5 rotates 192 of the 128"),
+    ({"model.decoder.bias_update_rate": 0.1, "model.decoder.router_bias": False}, 1,
+     r"^model.decoder.bias_update_rate=0.1 moves .*router_bias"),
     ({"data.rows": []}, 1, r"^data.rows is empty"),
     ({"data.rows": [RowSize(100, 90, 4, 90, 20)]}, 1, r"^data.rows\[0\].utterance_frames=90 does not fit a row of 100 tokens and 90"),
     ({"data.rows": [RowSize(90, 100, 4, 90, 20)]}, 1, r"^data.rows\[0\].utterance_frames=90 does not fit a row of 90 tokens and 100"),
@@ -87,5 +92,6 @@ def test_rules(changes: dict[str, object], world: int, pattern: str) -> None:
 
 def test_all_violations_at_once() -> None:
     cfg = sound()
+    assert cfg.model.encoder is not None
     cfg.precision, cfg.parallel.ep, cfg.model.encoder.conv_kernel = "int3", 8, 4
     assert len(check(cfg, 3)) == 3

@@ -95,6 +95,7 @@ def test_published_size_of_nemotron() -> None:
 
     cfg, _ = config.load(["+experiment=nemotron_ep8"])
     assert params.count(decoder.spec(cfg.model.decoder)) == 31_577_937_344
+    assert cfg.model.encoder is not None
     assert params.count(fastconformer.spec(cfg.model.encoder)) == 810_984_448
 
 

@@ -85,6 +85,7 @@ def test_a_step_updates_the_buffers_of_every_layer(parts: tuple[Config, Mesh, En
     cfg, mesh, engine = parts
     before = start(cfg, mesh)
     after, sums = make_step(cfg, mesh, engine)(before, rows(cfg, 0))
+    assert cfg.model.encoder is not None
     assert len(after.buffers) == 2 * cfg.model.encoder.n_layers + 1
     for i in range(cfg.model.encoder.n_layers):
         path = f"encoder.layers.{i}"

@@ -1,0 +1,88 @@
+"""What the hub knows of a family of models: its rows and how its config.json says what our configuration says."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from configs.schema import ModelConfig
+from model import speech_lm
+from model.hub.rows import Block, Row, blocks, match
+from model.params import P, named_leaves
+
+
+class HubError(ValueError):
+    """A checkpoint that cannot be read or written; the message says everything that is wrong, where, and what to do."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One of our tensors and the foreign ones that make it up."""
+
+    path: str
+    p: P
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of published models.
+
+    :param part: prefixes of our paths that its checkpoints hold
+    :param variants: the names that its checkpoints use; an export writes the first
+    :param read: config.json -> our configuration; raises HubError
+    :param write: the inverse; keys that say nothing about shapes or formulas may be missing
+    :param left_out: patterns of foreign tensors that are left out knowingly, and why
+    """
+
+    name: str
+    model_type: str
+    architecture: str
+    part: tuple[str, ...]
+    variants: tuple[tuple[Row, ...], ...]
+    read: Callable[[Mapping[str, Any]], ModelConfig]
+    write: Callable[[ModelConfig], dict[str, Any]]
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+
+def entries(rows: Sequence[Row], cfg: ModelConfig, part: tuple[str, ...]) -> Iterator[Entry]:
+    """Our tensors under the prefixes `part` in tree order, with their foreign ones."""
+    for path, p in named_leaves(speech_lm.model_spec(cfg)):
+        if not path.startswith(part):
+            continue
+        found = match(rows, path)
+        if found is None:
+            raise HubError(f"the layout has no place for {path}; change the model's configuration or use another family")
+        yield Entry(path, p, tuple(blocks(*found, p, cfg)))
+
+
+def choose_variant(family: Family, cfg: ModelConfig, stored: Mapping[str, Any]) -> list[Entry]:
+    """The entries of the variant whose names the checkpoint holds most of."""
+    candidates = [list(entries(rows, cfg, family.part)) for rows in family.variants]
+    return max(candidates, key=lambda c: sum(b.name in stored for e in c for b in e.blocks))
+
+
+def compare(family: Family, cfg: ModelConfig, found: Sequence[Entry], stored: Mapping[str, Sequence[int]]) -> list[str]:
+    """What is left out knowingly, one sentence a reason.
+
+    :param stored: shape of every foreign tensor that there is
+    :raises HubError: with every missing, extra and mis-shaped tensor
+    """
+    wanted = {b.name: b.shape for e in found for b in e.blocks}
+    left_out = dict(family.left_out)
+    if cfg.decoder.tie_embeddings:
+        left_out[r"(.*\.)?lm_head\.weight"] = "the head is the embedding"
+    extra = [name for name in stored if name not in wanted]
+    notes, excused = [], set()
+    for pattern, reason in left_out.items():
+        names = [name for name in extra if re.fullmatch(pattern, name)]
+        excused.update(names)
+        if names:
+            notes.append(f"left out {len(names)} tensors like {names[0]}: {reason}")
+    problems = [f"missing {name} {list(shape)}" for name, shape in wanted.items() if name not in stored]
+    problems += [f"extra {name} {list(stored[name])}" for name in extra if name not in excused]
+    problems += [f"{name} is {list(stored[name])} and should be {list(shape)}" for name, shape in wanted.items()
+                 if name in stored and tuple(stored[name]) != shape]
+    if problems:
+        raise HubError(f"the checkpoint is not the {family.name} that its configuration describes: " + "; ".join(problems))
+    return notes

@@ -1,0 +1,74 @@
+"""config.json as data: which of its keys is which of ours, and what it must not say because no formula here follows it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from configs.schema import DecoderConfig, RopeScaling
+from model.hub.family import HubError
+
+# ours, theirs, their default where the key may be missing
+Keys = Sequence[tuple[str, str] | tuple[str, str, Any]]
+# theirs, the values that are served (a missing key or null is always served)
+Fixed = Mapping[str, tuple[Any, ...]]
+
+_SCALING = (("factor", "factor"), ("trained_positions", "original_max_position_embeddings"), ("low_frequency", "low_freq_factor"),
+            ("high_frequency", "high_freq_factor"), ("beta_fast", "beta_fast"), ("beta_slow", "beta_slow"),
+            ("attention_factor", "attention_factor"))
+_KINDS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
+_USED = {"none": (), "linear": ("factor",), "llama3": ("factor", "trained_positions", "low_frequency", "high_frequency"),
+         "yarn": ("factor", "trained_positions", "beta_fast", "beta_slow", "attention_factor")}
+
+
+def take(content: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
+    """Our names and their values; raises HubError with all that are missing."""
+    missing = [key[1] for key in keys if len(key) == 2 and content.get(key[1]) is None]
+    if missing:
+        raise HubError(f"config.json lacks {', '.join(missing)}")
+    return {key[0]: key[2] if len(key) == 3 and content.get(key[1]) is None else content[key[1]] for key in keys}
+
+
+def layers(content: Mapping[str, Any]) -> int:
+    """Number of blocks."""
+    return int(take(content, [("n", "num_hidden_layers")])["n"])
+
+
+def give(cfg: Any, keys: Keys) -> dict[str, Any]:
+    """Their names and our values."""
+    return {key[1]: getattr(cfg, key[0]) for key in keys}
+
+
+def refuse_others(content: Mapping[str, Any], fixed: Fixed) -> None:
+    """Raises HubError with every key whose value is not served."""
+    found = [f"{key}={content[key]!r} (served: {' or '.join(map(repr, allowed))})" for key, allowed in fixed.items()
+             if content.get(key) is not None and content[key] not in allowed]
+    if found:
+        raise HubError(f"config.json asks for what is not built here: {', '.join(found)}")
+
+
+def read_rope(content: Mapping[str, Any], theta: float, fraction: float = 1.0) -> dict[str, Any]:
+    """Our rotary keys, from `rope_parameters` or the older `rope_theta`, `rope_scaling` and `partial_rotary_factor`.
+
+    :param theta: the family's default, `fraction` as well
+    """
+    rope = dict(content.get("rope_parameters") or content.get("rope_scaling") or {})
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in _KINDS:
+        raise HubError(f"config.json asks for rotary positions of type {kind!r}; served are {', '.join(_KINDS)}")
+    old = {"rope_theta": theta, "partial_rotary_factor": fraction} | {k: v for k, v in content.items() if v is not None}
+    scaling = {ours: rope[theirs] for ours, theirs in _SCALING if ours in _USED[_KINDS[kind]] and rope.get(theirs) is not None}
+    if kind in ("llama3", "yarn") and "trained_positions" not in scaling and "max_position_embeddings" in content:
+        scaling["trained_positions"] = content["max_position_embeddings"]
+    return {"rope_theta": float(rope.get("rope_theta") or old["rope_theta"]),
+            "rope_fraction": float(rope.get("partial_rotary_factor") or old["partial_rotary_factor"]),
+            "rope_scaling": RopeScaling(kind=_KINDS[kind], **scaling)}
+
+
+def write_rope(cfg: DecoderConfig) -> dict[str, Any]:
+    """Both forms, for readers of either."""
+    kinds = {ours: theirs for theirs, ours in _KINDS.items()}
+    used = {f.name: getattr(cfg.rope_scaling, f.name) for f in fields(RopeScaling) if f.name in _USED[cfg.rope_scaling.kind]}
+    scaling = {"rope_type": kinds[cfg.rope_scaling.kind], **{theirs: used[ours] for ours, theirs in _SCALING if used.get(ours) is not None}}
+    partial = {} if cfg.rope_fraction == 1 else {"partial_rotary_factor": cfg.rope_fraction}
+    return {"rope_parameters": {"rope_theta": cfg.rope_theta, **scaling, **partial}, "rope_theta": cfg.rope_theta,
+            "rope_scaling": None if cfg.rope_scaling.kind == "none" else scaling, **partial}

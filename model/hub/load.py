@@ -1,0 +1,88 @@
+"""Reads a published checkpoint into sharded parameters, each rank its own bytes alone."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from configs.schema import ModelConfig
+from model.hub.families import family_of
+from model.hub.family import Entry, Family, HubError, choose_variant, compare
+from model.hub.files import Folder
+from model.hub.rows import Block
+from model.params import P
+from parallel import sharding
+from parallel.mesh import Mesh
+
+Box = Sequence[tuple[int, int]]  # start and length in each dimension
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint in memory, by our dotted paths: DTensors, and plain tensors for buffers."""
+
+    family: Family
+    cfg: ModelConfig
+    tensors: dict[str, Any]
+    notes: list[str]  # what was left out knowingly
+
+
+def read_config(path: Path) -> tuple[Family, ModelConfig]:
+    """Family and configuration of a folder."""
+    try:
+        content = json.loads((path / "config.json").read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise HubError(f"{path / 'config.json'} cannot be read ({error}); give the folder of a published checkpoint") from error
+    family = family_of(content)
+    return family, family.read(content)
+
+
+def load(path: Path, mesh: Mesh, cfg: ModelConfig | None = None) -> Loaded:
+    """The checkpoint as fp32 parameters sharded over `mesh`.
+
+    :param cfg: the model to fill, where it differs from the checkpoint's own configuration in what no tensor of it shows
+    :raises HubError: with everything that does not fit
+    """
+    family, own = read_config(path)
+    cfg = own if cfg is None else cfg
+    with Folder(path) as folder:
+        found = choose_variant(family, cfg, folder.shapes())
+        notes = compare(family, cfg, found, folder.shapes())
+        tensors = {entry.path: _place(entry.p, read_box(folder, entry, sharding.local_box(entry.p, mesh)), mesh) for entry in found}
+    return Loaded(family, cfg, tensors, notes)
+
+
+def _place(p: P, local: Tensor, mesh: Mesh) -> Any:
+    local = local.to(mesh.device)
+    return local if p.kind == "buffer" else sharding.from_local(p, local, mesh)
+
+
+def read_box(folder: Folder, entry: Entry, box: Box) -> Tensor:
+    """Part of one of our tensors in fp32; zeros where it has no foreign counterpart."""
+    out = torch.zeros([length for _, length in box], dtype=torch.float32)
+    for block in entry.blocks:
+        for target, part in _overlaps(folder, block, box):
+            out[target] = part
+    return out
+
+
+def _overlaps(folder: Folder, block: Block, box: Box) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+    """Where in the box a foreign tensor lies, and that part of it; nothing if it lies outside."""
+    starts = [max(a, b) for (a, _), b in zip(box, block.start, strict=True)]
+    ends = [min(a + n, b + m) for (a, n), b, m in zip(box, block.start, block.size, strict=True)]
+    if any(start >= end for start, end in zip(starts, ends, strict=True)):
+        return
+    target = tuple(slice(start - a, end - a) for (a, _), start, end in zip(box, starts, ends, strict=True))
+    inner = [slice(start - b, end - b) for start, end, b in zip(starts, ends, block.start, strict=True)]
+    shape = [s.stop - s.start for s in inner]
+    if block.permutation is None:
+        part = folder.read(block.name, [slice(0, 1) if d is None else inner[d] for d in block.dims])
+    else:
+        rows = block.permutation[inner[0]]
+        first, last = int(rows.min()), int(rows.max()) + 1  # a head at a time: what is between belongs to the same heads
+        part = folder.read(block.name, [slice(first, last), *inner[1:]])[rows - first]
+    yield target, part.reshape(shape).float()

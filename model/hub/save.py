@@ -1,0 +1,85 @@
+"""Writes a model as a Hugging Face folder, tensor by tensor, from shards on any number of ranks or from a checkpoint on disk."""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from configs.schema import ModelConfig
+from model.hub.family import Entry, Family, HubError, entries
+from model.hub.files import Folder, Writer
+from model.hub.rows import Block
+from model.params import P
+
+LIMIT_BYTES = 5_000_000_000  # of one file
+COMPANIONS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
+              "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "preprocessor_config.json", "processor_config.json")
+Fetch = Callable[[str, P], Tensor]  # the whole tensor of one of our paths
+
+
+def save(out: Path, family: Family, cfg: ModelConfig, fetch: Fetch, *, like: Path | None = None, dtype: torch.dtype = torch.bfloat16,
+         limit_bytes: int = LIMIT_BYTES, writes: bool = True) -> None:
+    """config.json, safetensors with an index where there are several, generation config and tokenizer files.
+
+    :param fetch: called for every tensor in the same order on all ranks, so that it may gather
+    :param like: a folder of the same family: its config.json is kept but for what has changed, each tensor gets the type that it has
+        there, and its tokenizer and generation config are copied
+    :param dtype: type of the tensors that `like` does not tell
+    :param writes: whether this rank writes; the others only take part in `fetch`
+    """
+    found = list(entries(family.variants[0], cfg, family.part))
+    dtypes = _dtypes(like)
+    plan = {b.name: (dtypes.get(b.name, torch.float32 if e.p.kind == "buffer" else dtype), b.shape) for e in found for b in e.blocks}
+    writer = None
+    if writes:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "config.json").write_text(json.dumps(_config(family, cfg, like, dtype), indent=2) + "\n")
+        _copy(like, out)
+        writer = Writer(out, plan, limit_bytes)
+    for entry in found:
+        full = fetch(entry.path, entry.p)
+        if writer is not None:
+            _check_finite(entry, full)
+            for block in entry.blocks:
+                writer.write(block.name, foreign(full, block))
+    if writer is not None:
+        writer.close()
+
+
+def foreign(full: Tensor, block: Block) -> Tensor:
+    """The foreign tensor that is a box of ours."""
+    box = full[tuple(slice(start, start + length) for start, length in zip(block.start, block.size, strict=True))]
+    if block.permutation is not None:
+        box = torch.empty_like(box).index_copy_(0, block.permutation.to(box.device), box)
+    return box.reshape(block.shape)
+
+
+def _check_finite(entry: Entry, full: Tensor) -> None:
+    if not full.isfinite().all():
+        raise HubError(f"{entry.path} has values that are not finite; export an earlier checkpoint")
+
+
+def _dtypes(like: Path | None) -> Mapping[str, torch.dtype]:
+    if like is None:
+        return {}
+    with Folder(like) as folder:
+        return folder.dtypes()
+
+
+def _config(family: Family, cfg: ModelConfig, like: Path | None, dtype: torch.dtype) -> dict[str, Any]:
+    """The family's keys over those of `like`."""
+    base: dict[str, Any] = json.loads((like / "config.json").read_text()) if like is not None else {}
+    if not base:  # a family's default padding token may lie outside this vocabulary
+        return {"architectures": [family.architecture], "torch_dtype": str(dtype).removeprefix("torch."), "pad_token_id": None,
+                **family.write(cfg)}
+    return base if family.read(base) == cfg else base | family.write(cfg)
+
+
+def _copy(like: Path | None, out: Path) -> None:
+    for name in COMPANIONS:
+        if like is not None and (like / name).exists():
+            shutil.copyfile(like / name, out / name)

@@ -1,0 +1,14 @@
+"""Attention layer whose tokens see only the last tokens before them."""
+
+from torch import Tensor
+
+from model import attention
+from model.context import Context
+from model.params import Tree
+
+spec = attention.spec
+
+
+def forward(w: Tree, x_TD: Tensor, ctx: Context) -> tuple[Tensor, dict[str, Tensor]]:
+    """As model/attention.py, within decoder.window tokens."""
+    return attention.attend(w, x_TD, ctx, ctx.decoder.window)
