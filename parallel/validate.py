@@ -157,7 +157,8 @@ def frozen(cfg: Config, environment: Environment) -> Iterator[str]:
     if not any(p.trained for _, p in leaves):
         yield f"model.freeze_params={cfg.model.freeze_params} freezes every parameter; name some in model.prevent_freeze_params"
     norms = [name for name, p in leaves if name.endswith("conv.batch_norm.weight") and not p.trained]
-    if norms and cfg.model.encoder.conv_norm == "batch_norm" and not cfg.model.encoder.freeze_batch_norm:
+    e = cfg.model.encoder
+    if norms and e is not None and e.conv_norm == "batch_norm" and not e.freeze_batch_norm:
         yield f"model.freeze_params freezes {norms[0]} but its running statistics would move; set model.encoder.freeze_batch_norm=true"
 
 
