@@ -89,9 +89,24 @@ class DecoderConfig:
 
 
 @dataclass
+class LoraConfig:
+    """Low-rank updates of frozen projections; see model/lora.py."""
+
+    rank: int = 0  # inner width of an update; 0: no LoRA
+    ranks: dict[str, int] = field(default_factory=dict)  # other ranks: regular expression at the start of a path -> rank
+    alpha: float = 16.0  # an update is multiplied by alpha / rank
+    rslora: bool = False  # by alpha / sqrt(rank) instead
+    dora: bool = False  # learn the length of each row of an updated matrix too
+    dropout: float = 0.0  # share of an update's inputs that is dropped in training
+    # regular expressions at the start of a path; peft does not take adapters of Mamba's output projection
+    targets: list[str] = field(default_factory=lambda: [r"decoder\.layers\.\d+\.(?!out_proj)"])
+
+
+@dataclass
 class ModelConfig:
     encoder: EncoderConfig | None = field(default_factory=EncoderConfig)  # speech encoder; null: a language model alone
     decoder: DecoderConfig = field(default_factory=DecoderConfig)  # language model
+    lora: LoraConfig = field(default_factory=LoraConfig)  # low-rank updates
     freeze_params: list[str] = field(default_factory=list)  # regular expressions at the start of a path: what is not trained
     prevent_freeze_params: list[str] = field(default_factory=list)  # exceptions from these: what is trained all the same
 

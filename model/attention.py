@@ -4,8 +4,8 @@ from torch import Tensor
 
 from configs.schema import DecoderConfig
 from kernels.attention import attention
-from kernels.linear import linear
 from model.context import Context
+from model.linear import linear
 from model.norm import add, residual_norms, rms_norm
 from model.params import P, Tree
 from model.rope import rotate

@@ -14,11 +14,11 @@ from torch import Tensor
 from configs.schema import EncoderConfig
 from kernels.conv1d import centred_conv1d
 from kernels.depthwise_stride2 import depthwise_stride2
-from kernels.linear import linear
 from kernels.relative_attention import relative_attention
 from model.audio_row import layout, valid_slots
 from model.context import Context
 from model.lengths import mel_frames
+from model.linear import linear
 from model.mel import MEL_PER_FRAME
 from model.norm import layer_norm
 from model.params import P

@@ -6,9 +6,9 @@ from torch import Tensor
 from configs.schema import DecoderConfig
 from kernels.activation import widen
 from kernels.conv1d import causal_conv1d
-from kernels.linear import linear
 from kernels.ssd import ssd
 from model.context import Context
+from model.linear import linear
 from model.norm import add, gated_rms_norm, residual_norms, rms_norm
 from model.params import P, Tree
 

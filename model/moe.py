@@ -6,9 +6,9 @@ from torch import Tensor
 from configs.schema import DecoderConfig
 from kernels.activation import expansion, widen
 from kernels.experts import experts
-from kernels.linear import linear
 from model import mlp
 from model.context import Context
+from model.linear import linear
 from model.norm import add, residual_norms, rms_norm
 from model.params import P, Tree
 from parallel import expert

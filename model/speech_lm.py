@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from configs.schema import Config, ModelConfig
-from kernels.linear import linear
-from model import ctc, decoder, fastconformer, mel
+from model import ctc, decoder, fastconformer, lora, mel
 from model.context import Context
 from model.freezing import freeze
+from model.linear import linear
 from model.params import P, Tree
 
 Run = Callable[..., Any]
@@ -26,7 +26,7 @@ def spec(cfg: Config) -> Tree:
     tree = model_spec(cfg.model)
     if cfg.model.encoder is not None and cfg.train.ctc_weight > 0:
         tree["ctc"] = ctc.spec(cfg.model.encoder.d_model, cfg.model.decoder.vocab_size)
-    return freeze(tree, cfg.model.freeze_params, cfg.model.prevent_freeze_params)
+    return lora.extend(freeze(tree, cfg.model.freeze_params, cfg.model.prevent_freeze_params), cfg.model.lora)
 
 
 def model_spec(cfg: ModelConfig) -> dict[str, Tree]:

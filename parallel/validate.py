@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from configs.schema import Config
-from model import freezing, params, speech_lm
+from model import freezing, lora, params, speech_lm
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ AT_LEAST_ONE = (
 NOT_NEGATIVE = (
     "data.workers", "data.max_skipped", "data.curriculum_steps", "train.ctc_weight", "train.validate_every", "train.decode_every",
     "train.checkpoint_every", "optimizer.lr", "optimizer.min_lr", "optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.clip_norm",
+    "model.lora.rank", "model.lora.alpha", "model.lora.dropout",
     "model.encoder.n_layers", "model.decoder.mlp_ffn", "model.decoder.shared_ffn", "model.decoder.moe_latent",
     "model.decoder.bias_update_rate",
 )
@@ -162,8 +163,26 @@ def frozen(cfg: Config, environment: Environment) -> Iterator[str]:
         yield f"model.freeze_params freezes {norms[0]} but its running statistics would move; set model.encoder.freeze_batch_norm=true"
 
 
+def adapters(cfg: Config, environment: Environment) -> Iterator[str]:
+    low = cfg.model.lora
+    if not low.rank:
+        return
+    spec = speech_lm.spec(cfg)
+    for pattern in low.targets:
+        if not lora.targets(spec, [pattern]):
+            some = ", ".join(list(lora.targets(spec, [""]))[-8:])
+            yield f"model.lora.targets holds {pattern!r}, which matches no projection; their names are like {some}"
+    if low.dropout >= 1:
+        yield f"model.lora.dropout={low.dropout} drops everything; choose a share below 1"
+    experts = [name for name, p in lora.targets(spec, low.targets).items() if "experts" in p.axes]
+    for key in ("dora", "dropout"):
+        if experts and getattr(low, key):
+            yield (f"model.lora.{key}={getattr(low, key)} cannot be had for routed experts, and model.lora.targets matches {experts[0]}; "
+                   f"name other targets, or leave out {key}")
+
+
 def patterns(cfg: Config, environment: Environment) -> Iterator[str]:
-    for key in ("model.freeze_params", "model.prevent_freeze_params"):
+    for key in ("model.freeze_params", "model.prevent_freeze_params", "model.lora.targets"):
         for pattern in value(cfg, key):  # type: ignore[attr-defined]
             try:
                 re.compile(pattern)
@@ -172,7 +191,7 @@ def patterns(cfg: Config, environment: Environment) -> Iterator[str]:
 
 
 RULES: tuple[Rule, ...] = (choices, ranges, processes, encoder, decoder, rows, patterns)
-SPEC_RULES: tuple[Rule, ...] = (frozen,)  # about parameters, which can be listed once the sizes are right
+SPEC_RULES: tuple[Rule, ...] = (frozen, adapters)  # about parameters, which can be listed once the sizes are right
 
 
 def validate(cfg: Config, environment: Environment) -> list[str]:

@@ -23,11 +23,22 @@ from parallel.mesh import Mesh
 RECOMPILE_LIMIT = 64  # graphs a function: row sizes x (training, evaluation)
 
 
-class Engine:
-    """The static side: one `Unit` a group of parameters and one compiled function a kind of layer."""
+Function = Callable[..., Any]
 
-    def __init__(self, spec: Tree, units: Iterator[tuple[str, ...]], mesh: Mesh, dtype: torch.dtype, reshard: bool, compile: CompileConfig):
-        self.compile = compile
+
+def _as_it_is(fn: Function) -> Function:
+    return fn
+
+
+class Engine:
+    """The static side: one `Unit` a group of parameters and one compiled function a kind of layer.
+
+    :param bind: wraps every function of weights (see model.lora.binder)
+    """
+
+    def __init__(self, spec: Tree, units: Iterator[tuple[str, ...]], mesh: Mesh, dtype: torch.dtype, reshard: bool, compile: CompileConfig,
+                 bind: Callable[[Function], Function] = _as_it_is):
+        self.compile, self.bind = compile, bind
         self.order = list(units)
         self.units: dict[tuple[str, ...], Unit] = {}
         self.paths: dict[tuple[str, ...], list[str]] = {}
@@ -39,13 +50,13 @@ class Engine:
             self.paths[key] = [f"{path}.{name}" for path in key for name, _ in params.named_leaves(params.subtree(spec, path))]
             keep = key == self.order[-1]  # backward starts with it at once
             self.units[key] = Unit(leaves, mesh, dtype, reshard and not keep)
-        self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self._compiled: dict[Function, Function] = {}
         # about the transform in the features, which is a call into a library and no loss
         warnings.filterwarnings("ignore", message="Torchinductor does not support code generation for complex operators")
         name_cached_graphs()
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
 
-    def function(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def function(self, fn: Function) -> Function:
         """`fn`, compiled the first time it is asked for."""
         if not self.compile.enabled or self.compile.scope == "step":
             return fn
@@ -75,13 +86,13 @@ class Pass:
         return out if self.context.training else pytree.tree_map_only(Tensor, _cut, out)
 
     def _call(self, key: tuple[str, ...] | None, fn: Callable[..., Any], *inputs: Any) -> Any:
-        call = self.engine.function(fn)
         if key is None:
-            return call(*inputs, self.context)
+            return self.engine.function(fn)(*inputs, self.context)
+        fn = self.engine.bind(fn)
         if self.engine.compile.scope == "step" and self.engine.compile.enabled:
             whole = gather_traced(self.engine.units[key], self._shards(key))
             return fn(pytree.tree_unflatten(whole, self.engine.trees[key]), *inputs, self.context)
-        use = self._use(key)
+        call, use = self.engine.function(fn), self._use(key)
         weights = use.weights()
         if self.ahead is not None and self.context.training:  # evaluation runs parts of the order: what is begun might never be used
             self.ahead.start()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from configs.schema import Config, EncoderConfig
-from model import params, speech_lm
+from model import lora, params, speech_lm
 from model.context import Context
 from parallel import sharding
 from parallel.collectives import sum_over_ranks
@@ -34,7 +34,8 @@ def make_context(cfg: Config, batch: Batch, mesh: Mesh, training: bool) -> Conte
     lengths = {name: batch[name] for name in ("cu_seqlens_U1", "segments_T", "positions_T", "audio_starts_U", "audio_samples_U",
                                               "audio_lengths_U", "audio_segments_A", "audio_positions_A")}
     return Context(cfg.model.encoder or EncoderConfig(), cfg.model.decoder, **lengths, utterance_frames=_utterance_frames(cfg, batch),
-                   dtype=DTYPES[cfg.precision], ep_group=mesh.ep_group, training=training)
+                   dtype=DTYPES[cfg.precision], ep_group=mesh.ep_group, draw=batch.get("draw", batch["positions_T"].new_zeros(())),
+                   training=training)
 
 
 def _utterance_frames(cfg: Config, batch: Batch) -> int:
@@ -45,7 +46,9 @@ def _utterance_frames(cfg: Config, batch: Batch) -> int:
 
 def make_engine(cfg: Config, mesh: Mesh) -> Engine:
     """The units of the configured model."""
-    return Engine(speech_lm.spec(cfg), speech_lm.units(cfg), mesh, DTYPES[cfg.precision], cfg.parallel.reshard_after_forward, cfg.compile)
+    bind = {"bind": lora.binder(cfg.model.lora)} if cfg.model.lora.rank else {}
+    return Engine(speech_lm.spec(cfg), speech_lm.units(cfg), mesh, DTYPES[cfg.precision], cfg.parallel.reshard_after_forward, cfg.compile,
+                  **bind)
 
 
 def make_gradients(cfg: Config, mesh: Mesh, engine: Engine) -> Callable[[State, Sequence[Batch]], Gradients]:
@@ -63,8 +66,9 @@ def make_gradients(cfg: Config, mesh: Mesh, engine: Engine) -> Callable[[State, 
         counts = label_counts(batches, mesh)
         grads: dict[str, Tensor] = {}
         sums: dict[str, Tensor] = {}
-        for batch in batches:
-            loss, stats = forward(leaves, batch, counts)
+        for number, batch in enumerate(batches):
+            draw = (state.step * len(batches) + number) * mesh.dp + mesh.rank
+            loss, stats = forward(leaves, batch | {"draw": torch.tensor(draw, device=mesh.device)}, counts)
             for name, grad in zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True):
                 grads[name] = grads[name] + grad if name in grads else grad
             stats = {name: value.detach() for name, value in (stats | {"loss": loss}).items()}

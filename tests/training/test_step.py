@@ -113,3 +113,30 @@ def test_frozen_parameters_cost_nothing_and_change_nothing(parts: tuple[Config, 
     assert all(torch.equal(got.grads[name], reference[name]) for name in left)
     after, _ = make_step(frozen, mesh, make_engine(frozen, mesh))(state, batches)
     assert {name for name, w in after.params.items() if not torch.equal(w.full_tensor(), before[name])} == left
+
+
+LORA = [r"model.freeze_params=['^decoder','^encoder','^projector','ctc']", "model.encoder.conv_norm=layer_norm", "model.lora.rank=4",
+        r"model.lora.targets=['decoder\.layers\.\d\.in_proj','.*linear_q']", "model.lora.dropout=0.4", "optimizer.lr=0.01"]
+
+
+def test_adapters_alone_are_trained_and_dropout_is_drawn_anew_in_every_row_and_step(parts: tuple[Config, Mesh, Engine]) -> None:
+    mesh = parts[1]
+    cfg, _ = config.load([*SMALL, *LORA])
+    state = start(cfg, mesh)
+    adapted = ("decoder.layers.0.in_proj", *(f"encoder.layers.{i}.self_attn.linear_q.weight" for i in range(2)))
+    assert set(state.trained) == {f"{path}_lora.{name}" for path in adapted for name in "ab"}
+    engine = make_engine(cfg, mesh)
+    gradients, step = make_gradients(cfg, mesh, engine), make_step(cfg, mesh, engine)
+    for number in range(2):
+        state, _ = step(state, rows(cfg, number))  # now b is not zero and dropout matters
+    batches = rows(cfg, 3)
+    once = gradients(state, batches)
+    again = gradients(state, batches)
+    assert all(torch.equal(once.grads[name], again.grads[name]) for name in once.grads)
+    later = gradients(State(state.step + 1, state.params, state.buffers, state.first, state.second), batches)
+    assert later.sums["loss"] != once.sums["loss"]
+    swapped = gradients(state, batches[::-1])
+    assert abs(swapped.sums["loss"] - once.sums["loss"]) > 1e-6 * once.sums["loss"]
+    before = {name: w.full_tensor().clone() for name, w in state.params.items()}
+    after, _ = step(state, batches)
+    assert {name for name, w in after.params.items() if not torch.equal(w.full_tensor(), before[name])} == set(state.trained)
