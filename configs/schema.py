@@ -98,8 +98,7 @@ class LoraConfig:
     rslora: bool = False  # by alpha / sqrt(rank) instead
     dora: bool = False  # learn the length of each row of an updated matrix too
     dropout: float = 0.0  # share of an update's inputs that is dropped in training
-    # regular expressions at the start of a path; peft does not take adapters of Mamba's output projection
-    targets: list[str] = field(default_factory=lambda: [r"decoder\.layers\.\d+\.(?!out_proj)"])
+    targets: list[str] = field(default_factory=lambda: [r"decoder\.layers\.\d+\.(?!out_proj)"])  # regular expressions at the start of a path
 
 
 @dataclass
