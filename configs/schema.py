@@ -98,7 +98,7 @@ class LoraConfig:
     rslora: bool = False  # by alpha / sqrt(rank) instead
     dora: bool = False  # learn the length of each row of an updated matrix too
     dropout: float = 0.0  # share of an update's inputs that is dropped in training
-    targets: list[str] = field(default_factory=lambda: [r"decoder\.layers\.\d+\.(?!out_proj)"])  # regular expressions at the start of a path
+    targets: list[str] = field(default_factory=lambda: [r"decoder\.layers\.\d+\.(?!out_proj)"])  # patterns at the start of a path
 
 
 @dataclass
