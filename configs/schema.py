@@ -10,19 +10,28 @@ from omegaconf import MISSING
 
 @dataclass
 class EncoderConfig:
-    """FastConformer over log-mel features; NeMo's definition, any size."""
+    """Speech encoder over log-mel features: NeMo's FastConformer, Whisper's, or GLM-ASR's (Whisper with rotary positions), any size."""
 
+    kind: str = "fastconformer"  # fastconformer | whisper | glm_asr; the keys below it marked F are FastConformer's alone
     mel_bins: int = 128  # features a frame of 10 ms
     d_model: int = 1024  # width
     n_layers: int = 32  # Conformer layers
     n_heads: int = 8  # attention heads; d_model must be a multiple
     ff_expansion: int = 4  # feed-forward width / d_model
-    conv_kernel: int = 9  # taps of the depthwise convolution, odd
-    conv_norm: str = "batch_norm"  # batch_norm (masked, running statistics) | layer_norm
-    freeze_batch_norm: bool = False  # use the running statistics and do not update them
-    subsampling_channels: int = 256  # channels of the three stride-2 convolutions
-    bias: bool = True  # biases in linear and convolution layers
-    xscaling: bool = False  # multiply the subsampled frames by sqrt(d_model)
+    max_positions: int = 1500  # whisper: frames of 20 ms that have a position
+    conv_kernel: int = 9  # F: taps of the depthwise convolution, odd
+    conv_norm: str = "batch_norm"  # F: batch_norm (masked, running statistics) | layer_norm
+    freeze_batch_norm: bool = False  # F: use the running statistics and do not update them
+    subsampling_channels: int = 256  # F: channels of the three stride-2 convolutions
+    bias: bool = True  # F: biases in linear and convolution layers
+    xscaling: bool = False  # F: multiply the subsampled frames by sqrt(d_model)
+
+
+@dataclass
+class ProjectorConfig:
+    """From encoder frames, four side by side where they last 20 ms, to the width of the language model."""
+
+    hidden: int = 0  # width between two linear layers with a GELU; 0: one linear layer
 
 
 @dataclass
@@ -104,6 +113,7 @@ class LoraConfig:
 @dataclass
 class ModelConfig:
     encoder: EncoderConfig | None = field(default_factory=EncoderConfig)  # speech encoder; null: a language model alone
+    projector: ProjectorConfig = field(default_factory=ProjectorConfig)  # what joins encoder and language model
     decoder: DecoderConfig = field(default_factory=DecoderConfig)  # language model
     lora: LoraConfig = field(default_factory=LoraConfig)  # low-rank updates
     freeze_params: list[str] = field(default_factory=list)  # regular expressions at the start of a path: what is not trained
@@ -134,6 +144,7 @@ class DataConfig:
     prompt: str = "<|audio|>"  # the user's turn; <|audio|> marks the frames
     audio_token: str = "<|audio|>"  # the placeholder in prompt; added to a tokenizer that has no such token
     eos_token: str | None = None  # ends an answer, always supervised; null: the format's own
+    encoder: str = "fastconformer"  # whose frames are counted; config.yaml sets it to model.encoder.kind
     sample_rate: int = 16000  # Hz; other rates are resampled
     channels: str = "mean"  # mean | first | error, for files with several channels
     rows: list[RowSize] = field(default_factory=list)  # allowed row sizes, smallest first

@@ -62,9 +62,9 @@ def _one_pass(source: Source, cfg: DataConfig, rank: int, world: int) -> Iterato
     return _deliver(plans, cfg, Ledger(len(source), cfg.max_skipped), {}, (0, 0, rank), keep_empty=True)
 
 
-def empty_batch(row: RowSize) -> Batch:
+def empty_batch(row: RowSize, encoder: str = "fastconformer") -> Batch:
     """A row of no utterance: the shapes of every batch of this size."""
-    return {name: torch.from_numpy(array) for name, array in pack_row([], row).items()}
+    return {name: torch.from_numpy(array) for name, array in pack_row([], row, encoder).items()}
 
 
 def file_batch(cfg: DataConfig, path: str | Path, room: int) -> Batch:
@@ -72,7 +72,7 @@ def file_batch(cfg: DataConfig, path: str | Path, room: int) -> Batch:
     check(cfg)
     utterance = whole_file(path)
     written = writer(cfg)
-    load = load_of(len(written.prompt), 0, count_samples(utterance.duration_sec, cfg.sample_rate), ends=room)
+    load = load_of(len(written.prompt), 0, count_samples(utterance.duration_sec, cfg.sample_rate), ends=room, encoder=cfg.encoder)
     row = next((row for row in row_sizes(cfg) if not load.excess(row)), None)
     if row is None:
         excess = load.excess(row_sizes(cfg)[-1])

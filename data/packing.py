@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from configs.schema import RowSize
-from model.lengths import FRAME_SAMPLES, encoder_frames, slot_frames
+from model.lengths import COUNTING, FRAME_SAMPLES
 
 AUDIO = -1  # stands for an utterance's audio among its token ids
 IGNORE = -100  # label of a slot that is not supervised
@@ -137,24 +137,25 @@ class Load:
         return ", ".join(f"{key} {value} > {getattr(size, key)}" for key, value in vars(self).items() if value > getattr(size, key))
 
 
-def load_of(prompt_tokens: int, answer_tokens: int, samples: int, ends: int = 1) -> Load:
+def load_of(prompt_tokens: int, answer_tokens: int, samples: int, ends: int = 1, encoder: str = "fastconformer") -> Load:
     """Load of one utterance: `prompt_tokens` with the audio placeholder, transcript, `ends` end tokens, audio samples."""
-    frames = encoder_frames(samples)
-    return Load(prompt_tokens - 1 + frames + answer_tokens + ends, slot_frames(samples), 1, frames, answer_tokens)
+    counting = COUNTING[encoder]
+    frames = counting.tokens(samples)
+    return Load(prompt_tokens - 1 + frames + answer_tokens + ends, counting.slots(samples), 1, frames, answer_tokens)
 
 
-def pack_row(utterances: Sequence[Example], size: RowSize) -> dict[str, np.ndarray]:
+def pack_row(utterances: Sequence[Example], size: RowSize, encoder: str = "fastconformer") -> dict[str, np.ndarray]:
     """One row of static shape: T = size.tokens, U = size.utterances, A = size.audio_frames, S = 1280 A, L = size.label_tokens.
 
     Any number of utterances that fits, also none. The answer and the end token are supervised, nothing else.
     """
-    total = sum((load_of(len(u.prompt), len(u.answer), len(u.samples), len(u.end)) for u in utterances), Load())
+    total = sum((load_of(len(u.prompt), len(u.answer), len(u.samples), len(u.end), encoder) for u in utterances), Load())
     if excess := total.excess(size):
         raise ValueError(f"utterances {', '.join(u.id for u in utterances)} do not fit the row: {excess}")
     samples = np.array([len(u.samples) for u in utterances], dtype=np.int64)
-    slots = np.array([slot_frames(int(n)) for n in samples], dtype=np.int64)
-    starts = np.cumsum(slots) - slots
-    return _token_fields(utterances, encoder_frames(samples), starts, size) | _audio_fields(utterances, samples, slots, starts, size) \
+    slots = np.array([COUNTING[encoder].slots(int(n)) for n in samples], dtype=np.int64)
+    starts, frames = np.cumsum(slots) - slots, COUNTING[encoder].tokens(samples)
+    return _token_fields(utterances, frames, starts, size) | _audio_fields(utterances, samples, frames, slots, starts, size) \
         | _ctc_fields(utterances, size)
 
 
@@ -170,7 +171,7 @@ def _token_fields(utterances: Sequence[Example], frames: np.ndarray, starts: np.
         "cu_seqlens_U1": _extend(row.cu_seqlens_U1, size.utterances + 1, int(row.cu_seqlens_U1[-1]))}
 
 
-def _audio_fields(utterances: Sequence[Example], samples: np.ndarray, slots: np.ndarray, starts: np.ndarray,
+def _audio_fields(utterances: Sequence[Example], samples: np.ndarray, frames: np.ndarray, slots: np.ndarray, starts: np.ndarray,
                   size: RowSize) -> dict[str, np.ndarray]:
     audio_S = np.zeros(size.audio_frames * FRAME_SAMPLES, dtype=np.float32)
     for start, utterance in zip(starts * FRAME_SAMPLES, utterances, strict=True):
@@ -179,7 +180,7 @@ def _audio_fields(utterances: Sequence[Example], samples: np.ndarray, slots: np.
     owners = np.append(np.arange(len(slots)), size.utterances)
     return {
         "audio_S": audio_S, "audio_starts_U": _extend(starts, size.utterances, 0), "audio_samples_U": _extend(samples, size.utterances, 0),
-        "audio_lengths_U": _extend(encoder_frames(samples), size.utterances, 0), "audio_segments_A": np.repeat(owners, places),
+        "audio_lengths_U": _extend(frames, size.utterances, 0), "audio_segments_A": np.repeat(owners, places),
         "audio_positions_A": np.concatenate([np.arange(place) for place in places])}
 
 

@@ -53,17 +53,19 @@ class Writer:
     tokenizer: Tokenizer
     form: Format
     prompt: tuple[int, ...]
+    encoder: str  # which counts audio tokens
 
     def item(self, name: str, text: str, samples: int, audio: Utterance | digits.DigitString) -> Item:
         """The item of a clean transcript; raises UtteranceError for text that the tokenizer would not keep."""
         answer = tuple(answer_ids(text, self.tokenizer, self.form))
-        return Item(name, text, self.prompt, answer, (self.tokenizer.eos_id,), load_of(len(self.prompt), len(answer), samples), audio)
+        load = load_of(len(self.prompt), len(answer), samples, encoder=self.encoder)
+        return Item(name, text, self.prompt, answer, (self.tokenizer.eos_id,), load, audio)
 
 
 def writer(cfg: DataConfig) -> Writer:
     """Tokenizer and prompt of the configuration."""
     tokenizer = load_tokenizer(cfg)
-    return Writer(tokenizer, prompt_format(cfg), tuple(prompt_ids(cfg, tokenizer)))
+    return Writer(tokenizer, prompt_format(cfg), tuple(prompt_ids(cfg, tokenizer)), cfg.encoder)
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,7 @@ def example(item: Item, cfg: DataConfig) -> Example:
 def _check_longest_string(cfg: DataConfig, written: Writer) -> None:
     samples = digits.longest_samples(cfg.max_words)
     tokens = max(len(answer_ids(" ".join([word] * cfg.max_words), written.tokenizer, written.form)) for word in digits.WORDS)
-    excess = load_of(len(written.prompt), tokens, samples).excess(row_sizes(cfg)[-1])
+    excess = load_of(len(written.prompt), tokens, samples, encoder=cfg.encoder).excess(row_sizes(cfg)[-1])
     if excess:
         raise DataError(f"data.rows: a string of data.max_words={cfg.max_words} words can exceed the largest row ({excess}); enlarge it")
 

@@ -54,7 +54,7 @@ class Rows(Dataset[Any]):
                     return end
             except Exception as error:
                 raise RuntimeError(f"while reading utterance {item.id}: {type(error).__name__}: {error}") from error
-        arrays = pack_row(examples, plan.row)
+        arrays = pack_row(examples, plan.row, self.cfg.encoder)
         batch: Batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
         batch["ids"] = [made.id for made in examples]
         batch["texts"] = texts

@@ -44,11 +44,11 @@ def _power_spectrum(audio_S: Tensor, ctx: Context) -> Tensor:
     return torch.view_as_real(torch.fft.rfft(emphasised * window)).square().sum(-1)
 
 
-def mel_filterbank(mel_bins: int, device: torch.device) -> Tensor:
-    """[mel_bins, 257] fp32: triangles of unit area (in Hz) between 0 and 8 kHz, equally spaced on Slaney's scale."""
+def mel_filterbank(mel_bins: int, device: torch.device, fft_samples: int = _FFT_SAMPLES) -> Tensor:
+    """[mel_bins, fft_samples / 2 + 1] fp32: triangles of unit area (in Hz) between 0 and 8 kHz, equally spaced on Slaney's scale."""
     top = _slaney_mel(SAMPLE_RATE / 2)
     edges = _slaney_hz(torch.linspace(0.0, top, mel_bins + 2, dtype=torch.float64, device=device))
-    bins = torch.arange(_FFT_SAMPLES // 2 + 1, dtype=torch.float64, device=device) * (SAMPLE_RATE / _FFT_SAMPLES)
+    bins = torch.arange(fft_samples // 2 + 1, dtype=torch.float64, device=device) * (SAMPLE_RATE / fft_samples)
     low, centre, high = edges[:-2, None], edges[1:-1, None], edges[2:, None]
     triangles = torch.minimum((bins - low) / (centre - low), (high - bins) / (high - centre)).clamp(min=0.0)
     return (triangles * (2.0 / (high - low))).float()

@@ -48,6 +48,14 @@ def _dt_bias(p: P, t: Tensor, g: torch.Generator) -> Tensor:
     return dt + torch.log(-torch.expm1(-dt))
 
 
+def _sinusoids(p: P, t: Tensor, g: torch.Generator) -> Tensor:
+    """Whisper's positions: sines, then cosines, of row number times frequencies from 1 down to 1e-4."""
+    half = p.shape[1] // 2
+    frequencies = torch.exp(torch.arange(half) * (-math.log(10000.0) / (half - 1)))
+    angles = torch.arange(p.shape[0])[:, None] * frequencies
+    return t.copy_(torch.cat((angles.sin(), angles.cos()), 1))
+
+
 INITS: dict[str, Callable[[P, Tensor, torch.Generator], Tensor]] = {
     "normal": lambda p, t, g: t.normal_(0, p.std, generator=g),
     "zeros": lambda p, t, g: t.zero_(),
@@ -56,6 +64,7 @@ INITS: dict[str, Callable[[P, Tensor, torch.Generator], Tensor]] = {
     "uniform": lambda p, t, g: t.uniform_(p.low, p.high, generator=g),
     "log_uniform": lambda p, t, g: t.uniform_(p.low, p.high, generator=g).log_(),
     "dt_bias": _dt_bias,
+    "sinusoids": _sinusoids,
 }
 
 

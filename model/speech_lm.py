@@ -1,4 +1,4 @@
-"""A speech language model: FastConformer encoder -> projector -> hybrid decoder that reads audio frames as if they were tokens.
+"""A speech language model: encoder -> projector -> hybrid decoder that reads audio frames as if they were tokens.
 
 `spec` lists every parameter; `units` the groups of parameters that are gathered together, in the order of use; `hidden`, `losses` and
 `next_logits` are the forward passes. They receive `run(unit, function, *inputs)`, which gathers the unit's weights and calls
@@ -6,17 +6,19 @@
 """
 
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
-from configs.schema import Config, ModelConfig
-from model import ctc, decoder, fastconformer, lora, mel
+from configs.schema import Config, EncoderConfig, ModelConfig
+from model import ctc, decoder, fastconformer, lora, mel, projector, whisper, whisper_mel
 from model.context import Context
 from model.freezing import freeze
-from model.linear import linear
-from model.params import P, Tree
+from model.params import Tree
 
+ENCODERS: dict[str, ModuleType] = {"fastconformer": fastconformer, "whisper": whisper, "glm_asr": whisper}
+FEATURES = {"fastconformer": mel.log_mel, "whisper": whisper_mel.log_mel, "glm_asr": whisper_mel.log_mel}
 Run = Callable[..., Any]
 Stats = dict[str, Tensor]  # sums that `update` needs, by unit and name
 
@@ -34,12 +36,8 @@ def model_spec(cfg: ModelConfig) -> dict[str, Tree]:
     tree = {"decoder": decoder.spec(cfg.decoder)}
     if cfg.encoder is None:
         return tree
-    width, encoder = cfg.decoder.d_model, cfg.encoder
-    projector = {
-        "weight": P((width, encoder.d_model), ("embed", "encoder"), std=encoder.d_model**-0.5),
-        "bias": P((width,), ("embed",), "zeros"),
-    }
-    return {"encoder": fastconformer.spec(encoder), "projector": projector} | tree
+    encoder = ENCODERS[cfg.encoder.kind].spec(cfg.encoder)
+    return {"encoder": encoder, "projector": projector.spec(cfg.projector, cfg.encoder, cfg.decoder.d_model)} | tree
 
 
 def units(cfg: Config) -> Iterator[tuple[str, ...]]:
@@ -49,7 +47,7 @@ def units(cfg: Config) -> Iterator[tuple[str, ...]]:
         yield from ((f"encoder.layers.{i}",) for i in range(cfg.model.encoder.n_layers))
         if cfg.train.ctc_weight > 0:
             yield ("ctc",)
-        yield ("projector",)
+        yield projector_unit(cfg.model.encoder)
     yield ("decoder.embedding",)
     yield from ((f"decoder.layers.{i}",) for i in range(len(cfg.model.decoder.pattern)))
     yield head_unit(cfg.model)
@@ -60,18 +58,23 @@ def head_unit(cfg: ModelConfig) -> tuple[str, ...]:
     return ("decoder.head", "decoder.embedding") if cfg.decoder.tie_embeddings else ("decoder.head",)
 
 
-def project(w: Tree, x_AD: Tensor, ctx: Context) -> Tensor:
-    """Encoder frames in the decoder's width."""
-    return linear(x_AD, w["weight"], w["bias"])
+def projector_unit(cfg: EncoderConfig) -> tuple[str, ...]:
+    """The projector, with the norm behind the encoder's layers where there is one."""
+    return ("projector",) if cfg.kind == "fastconformer" else ("encoder.norm", "projector")
 
 
 def encode(run: Run, batch: dict[str, Tensor], ctx: Context, stats: Stats) -> Tensor:
-    """Flat encoder frames [A, D] of the batch's audio row; adds the layers' sums to `stats`."""
-    mel_AM = run(None, mel.log_mel, batch["audio_S"])
-    x_AD = run(("encoder.subsampling",), fastconformer.subsample, mel_AM)
+    """Flat encoder frames of the batch's audio row, [A, D] or, with frames of 20 ms, [4 A, D]; adds the layers' sums to `stats`."""
+    return encode_features(run, run(None, FEATURES[ctx.encoder.kind], batch["audio_S"]), ctx, stats)
+
+
+def encode_features(run: Run, mel_AM: Tensor, ctx: Context, stats: Stats) -> Tensor:
+    """The same of log-mel features [8 A, M]."""
+    encoder = ENCODERS[ctx.encoder.kind]
+    x_AD = run(("encoder.subsampling",), encoder.subsample, mel_AM)
     for i in range(ctx.encoder.n_layers):
         unit = f"encoder.layers.{i}"
-        x_AD, sums = run((unit,), fastconformer.forward, x_AD)
+        x_AD, sums = run((unit,), encoder.forward, x_AD)
         stats.update({f"{unit}.{name}": value for name, value in sums.items()})
     return x_AD
 
@@ -81,7 +84,7 @@ def decode(run: Run, x_AD: Tensor | None, batch: dict[str, Tensor], ctx: Context
     if x_AD is None:
         x_TD = run(("decoder.embedding",), decoder.embed_text, batch["tokens_T"])
     else:
-        frames_AD = run(("projector",), project, x_AD)
+        frames_AD = run(projector_unit(ctx.encoder), projector.forward, x_AD)
         x_TD = run(("decoder.embedding",), decoder.embed, frames_AD, batch["tokens_T"], batch["frames_T"])
     for i in range(len(ctx.decoder.pattern)):
         unit = f"decoder.layers.{i}"
@@ -114,7 +117,7 @@ def update(buffers: dict[str, Tensor], stats: Stats, cfg: ModelConfig) -> dict[s
 
 
 def _updates(cfg: ModelConfig) -> Iterator[tuple[str, Callable[..., dict[str, Tensor]], Any]]:
-    for i in range(cfg.encoder.n_layers if cfg.encoder else 0):
+    for i in range(cfg.encoder.n_layers if cfg.encoder and cfg.encoder.kind == "fastconformer" else 0):
         yield f"encoder.layers.{i}.", fastconformer.update, cfg.encoder
     for i, kind in enumerate(cfg.decoder.pattern):
         if hasattr(decoder.LAYERS[kind], "update"):

@@ -29,6 +29,7 @@ CHOICES = {
     "data.on_bad_audio": ("fail", "skip"),
     "data.on_bad_text": ("fail", "skip"),
     "data.on_too_long": ("fail", "skip"),
+    "model.encoder.kind": ("fastconformer", "whisper", "glm_asr"),
     "model.encoder.conv_norm": ("batch_norm", "layer_norm"),
     "model.decoder.activation": ("relu2", "swiglu"),
     "model.decoder.router": ("sigmoid", "softmax"),
@@ -38,6 +39,7 @@ AT_LEAST_ONE = (
     "parallel.ep", "train.steps", "train.accumulate", "train.log_every", "train.keep_checkpoints", "train.max_new_tokens",
     "data.timeout_sec",
     "model.encoder.mel_bins", "model.encoder.d_model", "model.encoder.n_heads", "model.encoder.ff_expansion", "model.encoder.conv_kernel",
+    "model.encoder.max_positions",
     "model.encoder.subsampling_channels", "model.decoder.d_model", "model.decoder.vocab_size", "model.decoder.n_heads",
     "model.decoder.n_kv_heads", "model.decoder.head_dim", "model.decoder.mamba_heads", "model.decoder.mamba_head_dim",
     "model.decoder.mamba_groups", "model.decoder.mamba_state", "model.decoder.mamba_conv", "model.decoder.mamba_chunk",
@@ -49,7 +51,7 @@ NOT_NEGATIVE = (
     "data.workers", "data.max_skipped", "data.curriculum_steps", "train.ctc_weight", "train.validate_every", "train.decode_every",
     "train.checkpoint_every", "optimizer.lr", "optimizer.min_lr", "optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.clip_norm",
     "model.lora.rank", "model.lora.alpha", "model.lora.dropout",
-    "model.encoder.n_layers", "model.decoder.mlp_ffn", "model.decoder.shared_ffn", "model.decoder.moe_latent",
+    "model.encoder.n_layers", "model.projector.hidden", "model.decoder.mlp_ffn", "model.decoder.shared_ffn", "model.decoder.moe_latent",
     "model.decoder.bias_update_rate",
 )
 
@@ -101,6 +103,13 @@ def encoder(cfg: Config, environment: Environment) -> Iterator[str]:
         yield f"model.encoder.conv_kernel={e.conv_kernel} is even; choose an odd number, so that the convolution is centred"
     if e.d_model % 2:
         yield f"model.encoder.d_model={e.d_model} is odd; positions need an even width"
+    frames_of_20_ms = e.kind in ("whisper", "glm_asr")
+    if frames_of_20_ms and cfg.train.ctc_weight > 0:
+        yield f"train.ctc_weight={cfg.train.ctc_weight} needs frames of a fastconformer and model.encoder.kind={e.kind}; set it to 0"
+    longest = max((row.utterance_frames for row in cfg.data.rows), default=0) * 4
+    if e.kind == "whisper" and longest > e.max_positions:
+        yield (f"data.rows holds utterances of {longest} frames of 20 ms and model.encoder.max_positions={e.max_positions}; "
+               f"set utterance_frames to {e.max_positions // 4} at most")
 
 
 def decoder(cfg: Config, environment: Environment) -> Iterator[str]:

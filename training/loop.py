@@ -122,7 +122,7 @@ class Run:
         leaves = self.state.leaves()
         one = torch.ones((), device=self.mesh.device)
         for size in self.cfg.data.rows:
-            batch = empty_batch(size)
+            batch = empty_batch(size, self.cfg.data.encoder)
             row = to_device(batch, self.mesh)
             loss, _ = row_loss(self.cfg, self.mesh, self.engine, leaves, row, {"lm": one, "ctc": one})
             torch.autograd.grad(loss, [leaves[name] for name in self.state.trained])

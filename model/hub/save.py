@@ -21,13 +21,14 @@ COMPANIONS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json
 Fetch = Callable[[str, P], Tensor]  # the whole tensor of one of our paths
 
 
-def save(out: Path, family: Family, cfg: ModelConfig, fetch: Fetch, *, like: Path | None = None, dtype: torch.dtype = torch.bfloat16,
-         limit_bytes: int = LIMIT_BYTES, writes: bool = True) -> None:
+def save(out: Path, family: Family, cfg: ModelConfig, fetch: Fetch, *, like: Path | None = None, more: Mapping[str, Any] | None = None,
+         dtype: torch.dtype = torch.bfloat16, limit_bytes: int = LIMIT_BYTES, writes: bool = True) -> None:
     """config.json, safetensors with an index where there are several, generation config and tokenizer files.
 
     :param fetch: called for every tensor in the same order on all ranks, so that it may gather
     :param like: a folder of the same family: its config.json is kept but for what has changed, each tensor gets the type that it has
         there, and its tokenizer and generation config are copied
+    :param more: keys of config.json that no formula of ours knows, like those of special tokens
     :param dtype: type of the tensors that `like` does not tell
     :param writes: whether this rank writes; the others only take part in `fetch`
     """
@@ -37,7 +38,7 @@ def save(out: Path, family: Family, cfg: ModelConfig, fetch: Fetch, *, like: Pat
     writer = None
     if writes:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "config.json").write_text(json.dumps(_config(family, cfg, like, dtype), indent=2) + "\n")
+        (out / "config.json").write_text(json.dumps(_config(family, cfg, like, dtype) | dict(more or {}), indent=2) + "\n")
         _copy(like, out)
         writer = Writer(out, plan, limit_bytes)
     for entry in found:

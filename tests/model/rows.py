@@ -8,7 +8,7 @@ from torch import Tensor
 
 from configs.schema import DecoderConfig, EncoderConfig
 from model.context import Context
-from model.lengths import FRAME_SAMPLES, encoder_frames, slot_frames
+from model.lengths import COUNTING, FRAME_SAMPLES
 
 
 def audio_row(waves: Sequence[Tensor], encoder: EncoderConfig, *, gaps: Sequence[int] = (), unused: int = 0, tail: int = 0,
@@ -19,7 +19,8 @@ def audio_row(waves: Sequence[Tensor], encoder: EncoderConfig, *, gaps: Sequence
     beyond the last place; `utterance_frames` defaults to the longest utterance; `fields` go to the Context.
     """
     gaps = list(gaps) or [0] * len(waves)
-    places = [slot_frames(len(wave)) + gap for wave, gap in zip(waves, gaps, strict=True)]
+    counting = COUNTING[encoder.kind]
+    places = [counting.slots(len(wave)) + gap for wave, gap in zip(waves, gaps, strict=True)]
     starts = [sum(places[:u]) for u in range(len(waves))]
     total = sum(places) + tail
     audio_S = torch.zeros(total * FRAME_SAMPLES, dtype=waves[0].dtype)
@@ -29,7 +30,7 @@ def audio_row(waves: Sequence[Tensor], encoder: EncoderConfig, *, gaps: Sequence
     segments = [u for u, place in enumerate(places) for _ in range(place)] + [count] * tail
     positions = [frame for place in [*places, tail] for frame in range(place)]
     samples = [len(wave) for wave in waves] + [0] * unused
-    lengths = [encoder_frames(n) for n in samples]
+    lengths = [counting.tokens(n) for n in samples]
     return audio_S, Context(
         encoder=encoder, decoder=DecoderConfig(),
         cu_seqlens_U1=torch.zeros(count + 1, dtype=torch.int32), segments_T=torch.zeros(0, dtype=torch.int32),

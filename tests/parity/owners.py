@@ -1,15 +1,12 @@
-"""Tiny models of other people's classes with every feature on, random weights included, and what they make of one utterance at a time."""
+"""Tiny language models of other people's classes with every feature on, random weights included."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 VOCAB = 96
-LENGTHS = (24, 7, 41)  # tokens of the utterances, of which the first third is not supervised
 _TEXT = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              head_dim=8, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 _YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
@@ -80,40 +77,3 @@ def randomise(model: torch.nn.Module) -> None:
         for key, b in model.named_buffers():
             if key.endswith("e_score_correction_bias"):
                 b.copy_(torch.randn_like(b) * 0.1)
-
-
-def utterances(seed: int = 0) -> list[tuple[Tensor, Tensor]]:
-    """Token ids and labels (-100: not supervised; not shifted) of each utterance."""
-    g = torch.Generator().manual_seed(seed)
-    found = []
-    for length in LENGTHS:
-        ids = torch.randint(3, VOCAB, (length,), generator=g)
-        labels = ids.clone()
-        labels[: length // 3] = -100
-        found.append((ids, labels))
-    return found
-
-
-@dataclass(frozen=True)
-class Result:
-    """Logits of all utterances, their mean loss, and the gradient of every parameter by name."""
-
-    logits: Tensor
-    loss: float
-    grads: dict[str, Tensor]
-
-
-def mean_loss(logits: list[Tensor], labels: list[Tensor]) -> Tensor:
-    """Cross-entropy of the shifted labels over all utterances together."""
-    shifted = torch.cat([torch.cat([one[1:], one.new_tensor([-100])]) for one in labels])
-    return torch.nn.functional.cross_entropy(torch.cat(logits), shifted)
-
-
-def evaluate(model: Any, forward: Callable[[int], Tensor], labels: list[Tensor]) -> Result:
-    """What the owner's model gives, one utterance at a time."""
-    model.zero_grad()
-    logits = [forward(u) for u in range(len(labels))]
-    loss = mean_loss(logits, labels)
-    loss.backward()
-    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return Result(torch.cat(logits).detach(), loss.item(), grads)

@@ -7,8 +7,7 @@ import tempfile
 from pathlib import Path
 from types import ModuleType
 
-from tests.parity import owners
-from tests.parity.check import check
+from tests.parity.check import CASES, check
 
 
 def quiet_transformers() -> ModuleType:
@@ -26,7 +25,7 @@ def quiet_transformers() -> ModuleType:
 
 def main() -> None:
     transformers, found = quiet_transformers(), {}
-    for name in owners.CASES:
+    for name in CASES:
         with tempfile.TemporaryDirectory() as folder:
             found[name] = check(transformers, name, Path(folder))
         print(name, found[name], file=sys.stderr, flush=True)

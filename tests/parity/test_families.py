@@ -11,12 +11,13 @@ from safetensors.torch import load_file, save_file
 from model.hub.family import HubError
 from model.hub.load import load
 from tests.parity import owners
-from tests.parity.check import check, single_mesh
+from tests.parity.check import CASES, check
+from tests.parity.results import single_mesh
 
 pytestmark = pytest.mark.parity
 
 
-@pytest.mark.parametrize("name", owners.CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_family(transformers, name, tmp_path):
     errors = check(transformers, name, tmp_path)
     assert errors.passed, errors

@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from model.hub.families import glm, llama, nemotron_h, qwen
+from model.hub.families import glm, glm_asr, llama, nemotron_h, qwen, whisper
 from model.hub.family import Family, HubError
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (
-    nemotron_h.NEMOTRON_H, llama.LLAMA, llama.MISTRAL, qwen.QWEN2, qwen.QWEN3, qwen.QWEN3_MOE, glm.GLM, glm.GLM4)}
+    nemotron_h.NEMOTRON_H, llama.LLAMA, llama.MISTRAL, qwen.QWEN2, qwen.QWEN3, qwen.QWEN3_MOE, glm.GLM, glm.GLM4,
+    glm_asr.GLM_ASR, whisper.WHISPER)}
 
 
 def family_of(content: Mapping[str, Any]) -> Family:
