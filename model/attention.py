@@ -1,5 +1,6 @@
 """Attention layer: causal inside each utterance, grouped queries, rotary positions and norms of queries and keys where wanted."""
 
+import torch
 from torch import Tensor
 
 from configs.schema import DecoderConfig
@@ -36,15 +37,53 @@ def forward(w: Tree, x_TD: Tensor, ctx: Context) -> tuple[Tensor, dict[str, Tens
 
 def attend(w: Tree, x_TD: Tensor, ctx: Context, window: int | None) -> tuple[Tensor, dict[str, Tensor]]:
     """The layer, where a token sees all tokens before it or the last `window`, itself included."""
+    q_TNH, k_TGH, v_TGH = _heads(w, x_TD, ctx, "qkv")
+    y_TNH, _ = attention(q_TNH, k_TGH, v_TGH, ctx.cu_seqlens_U1, segments_T=ctx.segments_T, window=window)
+    return add(w, x_TD, _project(w["o"], y_TNH.flatten(1)), ctx.decoder), {}
+
+
+def _heads(w: Tree, x_TD: Tensor, ctx: Context, names: str) -> list[Tensor]:
+    """The heads of norm(x) that are named, of q, k and v: normed and rotated as the model wants it."""
     cfg = ctx.decoder
     h_TD = rms_norm(x_TD, w["norm"], cfg.norm_eps)
-    q_TNH, k_TGH, v_TGH = (_project(w[name], h_TD).unflatten(1, (-1, cfg.head_dim)) for name in ("q", "k", "v"))
+    heads = [_project(w[name], h_TD).unflatten(1, (-1, cfg.head_dim)) for name in names]
     if cfg.qk_norm:
-        q_TNH, k_TGH = rms_norm(q_TNH, w["q_norm"], cfg.norm_eps), rms_norm(k_TGH, w["k_norm"], cfg.norm_eps)
+        heads = [t if name == "v" else rms_norm(t, w[f"{name}_norm"], cfg.norm_eps) for name, t in zip(names, heads, strict=True)]
     if cfg.rope_theta is not None:
-        q_TNH, k_TGH = (rotate(t, ctx.positions_T, cfg.rope_theta, cfg.rope_fraction, cfg.rope_scaling) for t in (q_TNH, k_TGH))
-    y_TNH, _ = attention(q_TNH, k_TGH, v_TGH, ctx.cu_seqlens_U1, segments_T=ctx.segments_T, window=window)
-    return add(w, x_TD, _project(w["o"], y_TNH.flatten(1)), cfg), {}
+        heads = [t if name == "v" else rotate(t, ctx.positions_T, cfg.rope_theta, cfg.rope_fraction, cfg.rope_scaling)
+                 for name, t in zip(names, heads, strict=True)]
+    return heads
+
+
+def new_cache(cfg: DecoderConfig, requests: int, capacity: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """Keys and values of `capacity` tokens a request: k and v [U, capacity, G, H]."""
+    return {name: torch.zeros(requests, capacity, cfg.n_kv_heads, cfg.head_dim, dtype=dtype, device=device) for name in ("k", "v")}
+
+
+def fill(w: Tree, x_TD: Tensor, cache: dict[str, Tensor], slots_UL: Tensor, ctx: Context) -> None:
+    """Writes what later tokens need of a row of prompts, from the layer's input; slots_UL says where the row has each prompt's tokens (-1
+    beyond its end, where the cache gets something that nothing reads)."""
+    for name, heads in zip("kv", _heads(w, x_TD, ctx, "kv"), strict=True):
+        cache[name][:, : slots_UL.shape[1]] = heads[slots_UL.clamp(min=0)]
+
+
+def step(w: Tree, x_UD: Tensor, cache: dict[str, Tensor], ctx: Context) -> Tensor:
+    """The layer for one more token of each request, at positions_T of its own; writes the cache. [U, D]"""
+    return step_within(w, x_UD, cache, ctx, None)
+
+
+def step_within(w: Tree, x_UD: Tensor, cache: dict[str, Tensor], ctx: Context, window: int | None) -> Tensor:
+    """The same for a layer with or without a window."""
+    requests, capacity = cache["k"].shape[:2]
+    q_UNH, *new = _heads(w, x_UD, ctx, "qkv")
+    numbers = torch.arange(requests, device=x_UD.device)
+    for name, heads in zip("kv", new, strict=True):
+        cache[name][numbers, ctx.positions_T] = heads
+    first_U = (numbers * capacity).int()
+    keys_2U = torch.stack((first_U, first_U + ctx.positions_T.int() + 1))
+    y_UNH, _ = attention(q_UNH, cache["k"].flatten(0, 1), cache["v"].flatten(0, 1), torch.arange(requests + 1, device=x_UD.device).int(),
+                         segments_T=numbers.int(), keys_2U=keys_2U, window=window)
+    return add(w, x_UD, _project(w["o"], y_UNH.flatten(1)), ctx.decoder)
 
 
 def _project(w: Tree, x_TD: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from model.context import Context
 from model.norm import rms_norm
 from model.params import P, Tree
 
+Cache = dict[str, Tensor]
 LAYERS: dict[str, ModuleType] = {"M": mamba, "*": attention, "W": window_attention, "E": moe, "-": mlp}
 
 
@@ -30,6 +31,23 @@ def spec(cfg: DecoderConfig) -> Tree:
 def layer(cfg: DecoderConfig, index: int) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
     """The forward function of layer `index`."""
     return LAYERS[cfg.pattern[index]].forward
+
+
+def _forward_step(module: ModuleType) -> Callable[..., Tensor]:
+    """The step of a layer that keeps nothing between tokens."""
+    def step(w: Tree, x_UD: Tensor, cache: Cache, ctx: Context) -> Tensor:
+        return module.forward(w, x_UD, ctx)[0]
+
+    return step
+
+
+STEPS: dict[str, Callable[..., Tensor]] = {kind: getattr(module, "step", None) or _forward_step(module) for kind, module in LAYERS.items()}
+
+
+def new_caches(cfg: DecoderConfig, requests: int, capacity: int, dtype: torch.dtype, device: torch.device) -> list[Cache]:
+    """What each layer keeps between the tokens of a request, at most `capacity` of them, prompt included; empty for some kinds of layer."""
+    return [LAYERS[kind].new_cache(cfg, requests, capacity, dtype, device) if hasattr(LAYERS[kind], "new_cache") else {}
+            for kind in cfg.pattern]
 
 
 def embed(w: Tree, frames_AD: Tensor, tokens_T: Tensor, frames_T: Tensor, ctx: Context) -> Tensor:

@@ -79,8 +79,12 @@ def encode_features(run: Run, mel_AM: Tensor, ctx: Context, stats: Stats) -> Ten
     return x_AD
 
 
-def decode(run: Run, x_AD: Tensor | None, batch: dict[str, Tensor], ctx: Context, stats: Stats) -> Tensor:
-    """Hidden states [T, D] of the token row, whose audio slots take their frames from x_AD; adds the layers' sums to `stats`."""
+def decode(run: Run, x_AD: Tensor | None, batch: dict[str, Tensor], ctx: Context, stats: Stats,
+           visit: Callable[[int, Tensor], None] | None = None) -> Tensor:
+    """Hidden states [T, D] of the token row, whose audio slots take their frames from x_AD; adds the layers' sums to `stats`.
+
+    :param visit: called with the number of each layer and its input, before it runs
+    """
     if x_AD is None:
         x_TD = run(("decoder.embedding",), decoder.embed_text, batch["tokens_T"])
     else:
@@ -88,6 +92,8 @@ def decode(run: Run, x_AD: Tensor | None, batch: dict[str, Tensor], ctx: Context
         x_TD = run(("decoder.embedding",), decoder.embed, frames_AD, batch["tokens_T"], batch["frames_T"])
     for i in range(len(ctx.decoder.pattern)):
         unit = f"decoder.layers.{i}"
+        if visit is not None:
+            visit(i, x_TD)
         x_TD, sums = run((unit,), decoder.layer(ctx.decoder, i), x_TD)
         stats.update({f"{unit}.{name}": value for name, value in sums.items()})
     return x_TD
