@@ -16,8 +16,8 @@ CFG = DecoderConfig(pattern="M*WE-", d_model=32, vocab_size=64, n_heads=4, n_kv_
                     mamba_groups=2, mamba_state=8, mamba_chunk=16, mlp_ffn=24, n_experts=4, top_k=2, moe_ffn=12, shared_ffn=20)
 ALL = dataclasses.replace(
     CFG, rope_theta=100.0, rope_fraction=0.5, rope_scaling=RopeScaling(kind="yarn", factor=4.0, trained_positions=16), qk_norm=True,
-    attention_bias=True, mamba_bias=True, mamba_conv_bias=False, mlp_bias=True, post_norm=True, window=5, activation="swiglu", moe_latent=20,
-    router="softmax", router_bias=False)
+    attention_bias=True, mamba_bias=True, mamba_conv_bias=False, mlp_bias=True, post_norm=True, window=5, activation="swiglu",
+    moe_latent=20, router="softmax", router_bias=False)
 PROMPTS = (1, 2, 3, 4, 15, 16, 17, 33)  # around the convolution's reach, the window and the scan's chunks
 STEPS = 20
 
@@ -45,7 +45,8 @@ def test_steps_continue_the_row(kind: str, cfg: DecoderConfig, dtype: torch.dtyp
     whole = [torch.randn(prompt + STEPS, cfg.d_model).to(dtype) for prompt in PROMPTS]
     expected, _ = module.forward(w, torch.cat(whole), token_row(cfg, [len(x) for x in whole]))
     expected = torch.stack([y[-STEPS:] for y in expected.split([len(x) for x in whole])], 1)  # [STEPS, U, D]
-    (cache,) = decoder.new_caches(dataclasses.replace(cfg, pattern=kind), len(PROMPTS), max(PROMPTS) + STEPS + 3, dtype, torch.device("cpu"))
+    capacity = max(PROMPTS) + STEPS + 3
+    (cache,) = decoder.new_caches(dataclasses.replace(cfg, pattern=kind), len(PROMPTS), capacity, dtype, torch.device("cpu"))
     for t in cache.values():
         t.fill_(float("nan"))  # whatever was there before
     if cache:
