@@ -26,7 +26,7 @@ from parallel.validate import Environment, validate
 from training import checkpoint, config, launch
 from training.evaluation import Transcript, transcribe, word_error_rate
 from training.state import init_state
-from training.step import make_engine
+from training.step import make_engine, state_dtype
 
 
 def options(arguments: list[str]) -> EvaluateConfig:
@@ -56,7 +56,7 @@ def work(cfg: Config, asked: EvaluateConfig, mesh: Mesh) -> Iterable[tuple[str, 
         yield asked.audio, [file_batch(cfg.data, asked.audio, room)]
     else:
         for name in [asked.set] if asked.set else validation_names(cfg.data):
-            yield name, decoding_batches(cfg.data, name, mesh.rank, mesh.dp, room)
+            yield name, decoding_batches(cfg.data, name, mesh.dp_rank, mesh.dp, room)
 
 
 def configure(asked: EvaluateConfig, stored: dict[str, Any], command: list[str]) -> Config:
@@ -96,7 +96,7 @@ def main(arguments: list[str]) -> None:
     with launch.reporting():
         start_processes(device)
         mesh = make_mesh(cfg.parallel, device)
-        state, _ = checkpoint.load(path, init_state(speech_lm.spec(cfg), cfg.seed, mesh), mesh)
+        state, _ = checkpoint.load(path, init_state(speech_lm.spec(cfg), cfg.seed, mesh, state_dtype(cfg)), mesh)
         engine, results = make_engine(cfg, mesh), []
         for name, batches in work(cfg, asked, mesh):
             found = transcribe(cfg, mesh, engine, state, batches, tokenizer)

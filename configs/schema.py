@@ -163,10 +163,16 @@ class DataConfig:
 
 @dataclass
 class ParallelConfig:
-    """Sizes of the mesh; the data-parallel size is derived from the number of processes."""
+    """Sizes of the mesh; the data-parallel size is what they leave of the number of processes."""
 
+    zero_stage: int | str = 3  # 0 all is replicated | 1 moments sharded | 2 gradients too | 3 weights too; or a name of parallel/names.py
+    dp_replicate: int = 1  # groups of processes that each keep a whole sharded copy of the state (HSDP)
+    cp: int = 1  # processes over which the slots of a row are split
+    tp: int = 1  # processes over which heads and hidden columns are split
     ep: int = 1  # processes over which the experts are split
     reshard_after_forward: bool = True  # free gathered weights after a layer's forward and gather them again in backward
+    reshard_experts_after_forward: bool = True  # the same for the experts
+    defer_grad_sync: bool | str = "auto"  # reduce gradients once a step, at the last micro-batch; auto: where the memory allows
 
 
 @dataclass
@@ -217,7 +223,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # how it is updated
     train: TrainConfig = field(default_factory=TrainConfig)  # for how long
     compile: CompileConfig = field(default_factory=CompileConfig)  # how it is compiled
-    precision: str = "bf16"  # bf16 | fp32: compute dtype; parameters, moments and reductions are fp32
+    precision: str = "bf16"  # bf16 | fp32 | fp64: compute dtype; parameters, moments and reductions are fp32, or fp64
     seed: int = 0  # of initialisation and data order
     run_dir: str = MISSING  # logs and checkpoints go here
 

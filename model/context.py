@@ -32,5 +32,7 @@ class Context:
     utterance_frames: int  # static bound on audio_lengths_U
     dtype: torch.dtype = torch.float32  # compute dtype
     ep_group: ProcessGroup | None = None  # ranks over which the experts are split; None: all experts are here
+    cp_group: ProcessGroup | None = None  # ranks over which the token row is split; None: all slots are here
+    tp_group: ProcessGroup | None = None  # ranks over which heads and hidden columns are split; None: all are here
     draw: Tensor | None = None  # int64, number of this row among the rows of all steps: what random draws depend on
     training: bool = True

@@ -33,6 +33,11 @@ def reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
     return funcol.wait_tensor(_reduce_scatter(x, "sum", 0, group))
 
 
+def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum over the ranks, on each of them. No gradient."""
+    return funcol.wait_tensor(funcol.all_reduce(x, "sum", group))
+
+
 def all_gather_grad(x: Tensor, group: ProcessGroup) -> Tensor:
     """Concatenation of the ranks' `x`; the gradient is summed over the ranks and scattered."""
     return funcol.wait_tensor(_all_gather_grad(x, 0, group))
@@ -59,10 +64,10 @@ def every_rank(flag: bool, device: torch.device) -> bool:
     return not any_rank(not flag, device)
 
 
-def gather_objects(value: Any) -> list[Any]:
+def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
     """Every rank's value, in the order of ranks, on every rank. Pickles: for small things between steps."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 

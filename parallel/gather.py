@@ -1,12 +1,14 @@
-"""ZeRO-3 for functions: a layer's sharded weights become whole for as long as the layer runs, and its gradients go back as shards.
+"""ZeRO for functions: a layer's sharded weights become whole for as long as the layer runs, and its gradients go back as shards.
 
 All tensors of a layer that are sharded over the same group travel together: one all-gather in forward, one in backward (the gathered
-weights are not kept in between), one reduce-scatter of the gradients. Tensors that nothing needs to move or cast are passed as they are.
+weights are not kept in between), one reduce-scatter of the gradients, and where the shards have copies on other ranks one all-reduce of the
+shards' gradients. Tensors that nothing needs to move or cast are passed as they are. What the zero stages below 3 keep is in `Shared`.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,9 +17,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from kernels.activation import widen
 from model.params import P
 from parallel import sharding
-from parallel.collectives import all_gather_start, reduce_scatter, wait
+from parallel.collectives import all_gather_start, all_reduce, reduce_scatter, wait
 from parallel.mesh import Mesh
 
 
@@ -38,20 +41,46 @@ class Member:
 
 @dataclass(frozen=True)
 class FlatGroup:
-    """The parameters of a unit that are sharded over one process group, as one buffer a direction."""
+    """Parameters of a unit that are sharded over the same ranks, as one buffer a direction."""
 
-    group: ProcessGroup
-    ranks: int
+    shards: ProcessGroup
+    copies: ProcessGroup | None  # ranks with the same shard, among which its gradient is summed
+    dtype: torch.dtype  # of the whole weights
+    reshard: bool  # whether the whole weights go after forward and come again in backward
+    trained: bool  # frozen weights have no gradient
     members: tuple[Member, ...]
 
-    def pack(self, shards: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """This rank's contribution to the all-gather: its (padded) parts one after the other, cast to `dtype`."""
+    @property
+    def ranks(self) -> int:
+        return self.shards.size()
+
+    def start(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """Begin to gather: one buffer, or where nothing has to travel the tensors themselves in the dtype of the whole ones."""
+        if self.ranks > 1:
+            return [all_gather_start(self.pack(shards), self.shards)]
+        return [shards[m.index].to(self.dtype) for m in self.members]
+
+    def finish(self, begun: Sequence[Tensor]) -> list[Tensor]:
+        """The whole tensors, in the order of the members."""
+        return self.unpack(wait(begun[0])) if self.ranks > 1 else [t.detach() for t in begun]
+
+    def reduce(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's shards, in fp32 or wider, of the whole gradients summed over all ranks."""
+        if self.ranks == 1 and self.copies is None:
+            return [widen(grad) for grad in grads]
+        flat = self.pack_grads(grads)
+        if self.ranks > 1:
+            flat = reduce_scatter(flat, self.shards)
+        return self.unpack_grads(flat if self.copies is None else all_reduce(flat, self.copies))
+
+    def pack(self, shards: Sequence[Tensor]) -> Tensor:
+        """This rank's contribution to the all-gather: its (padded) parts one after the other, cast."""
         parts = []
         for m in self.members:
             part, missing = shards[m.index], m.chunk_shape[m.dim] - m.local
             if missing:
                 part = F.pad(part, [0, 0] * (part.ndim - 1 - m.dim) + [0, missing])
-            parts.append(part.to(dtype).reshape(-1))
+            parts.append(part.to(self.dtype).reshape(-1))
         return torch.cat(parts)
 
     def unpack(self, flat: Tensor) -> list[Tensor]:
@@ -64,13 +93,13 @@ class FlatGroup:
         return whole
 
     def pack_grads(self, grads: Sequence[Tensor]) -> Tensor:
-        """Whole gradients as the fp32 buffer that reduce-scatter sums: rank r's parts in row r."""
+        """Whole gradients as the buffer, fp32 or wider, that reduce-scatter sums: rank r's parts in row r."""
         rows = []
         for m, grad in zip(self.members, grads, strict=True):
             missing = self.ranks * m.chunk_shape[m.dim] - m.size
             if missing:
                 grad = F.pad(grad, [0, 0] * (grad.ndim - 1 - m.dim) + [0, missing])
-            rows.append(grad.float().unflatten(m.dim, (self.ranks, -1)).movedim(m.dim, 0).reshape(self.ranks, -1))
+            rows.append(widen(grad).unflatten(m.dim, (self.ranks, -1)).movedim(m.dim, 0).reshape(self.ranks, -1))
         return torch.cat(rows, 1).view(-1)
 
     def unpack_grads(self, flat: Tensor) -> list[Tensor]:
@@ -83,51 +112,84 @@ class FlatGroup:
         return parts
 
 
+@dataclass(frozen=True)
+class Reshard:
+    """Which gathered weights go after a layer's forward and come again in backward."""
+
+    dense: bool = True
+    experts: bool = True
+
+
 class Unit:
     """The parameters that are gathered together, usually one layer, and how. Static; made once."""
 
-    def __init__(self, leaves: Sequence[P], mesh: Mesh, dtype: torch.dtype, reshard: bool):
-        self.dtype, self.reshard = dtype, reshard and mesh.world > 1
-        self.cast: list[int] = []  # whole on this rank: nothing to move, a copy in the compute dtype
-        by_group: dict[str, list[Member]] = {}
-        groups: dict[str, ProcessGroup] = {}
+    def __init__(self, leaves: Sequence[P], mesh: Mesh, dtype: torch.dtype, reshard: Reshard):
+        members: dict[Any, list[Member]] = {}
+        groups: dict[Any, FlatGroup] = {}
         for index, p in enumerate(leaves):
-            where = sharding.device_mesh(p, mesh)
-            dim, ranks = sharding.sharded_dim(p), where.size(0)
-            if p.kind == "buffer" or (ranks == 1 and dtype == torch.float32):
+            where = sharding.place(p, mesh)
+            shards, copies = where.mesh.get_group(1), where.mesh.get_group(0) if where.copies > 1 else None
+            copied = shards.size() > 1 or dtype not in (torch.float32, torch.float64)  # the whole weight takes memory of its own
+            if p.kind == "buffer" or not (copied or copies):
                 continue  # used as it is
-            if ranks == 1:
-                self.cast.append(index)
-                continue
-            shape = list(p.shape)
-            for d, axis in enumerate(p.axes):
-                if axis in sharding.RULES:
-                    shape[d] //= where.size(1)
-            shape[dim] = math.ceil(p.shape[dim] / ranks)
-            local = sharding.chunk_bounds(p.shape[dim], ranks, where.get_local_rank(0))[1]
-            group = where.get_group(0)
-            key = group.group_name  # dense and expert meshes may share their ranks, and then a buffer
-            groups[key] = group
-            by_group.setdefault(key, []).append(Member(index, dim, p.shape[dim], local, tuple(shape)))
-        self.groups = [FlatGroup(groups[k], groups[k].size(), tuple(m)) for k, m in by_group.items()]
-        self.moved = [m.index for g in self.groups for m in g.members] + self.cast  # order in which whole tensors come out
+            free = copied and mesh.world > 1 and (reshard.experts if "experts" in p.axes else reshard.dense)
+            key = shards.group_name, copies and copies.group_name, free, p.trained  # meshes that share their ranks share a buffer
+            groups[key] = FlatGroup(shards, copies, dtype, free, p.trained, ())
+            members.setdefault(key, []).append(_member(index, p, where))
+        self.groups = [replace(group, members=tuple(members[key])) for key, group in groups.items()]
+        self.moved = [m.index for g in self.groups for m in g.members]  # order in which whole tensors come out
+        self.trained = [g.trained for g in self.groups for _ in g.members]  # in the same order
 
-    def start(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """Begin to gather; one buffer a group, and the tensors that are only cast."""
-        return [all_gather_start(g.pack(shards, self.dtype), g.group) for g in self.groups] + [shards[i].to(self.dtype) for i in self.cast]
+    @property
+    def reshard(self) -> bool:
+        """Whether any weight is gathered a second time in backward."""
+        return any(g.reshard for g in self.groups)
 
-    def finish(self, flats: Sequence[Tensor]) -> list[Tensor]:
-        """The whole tensors, in the order of `moved`."""
-        whole = [t for g, flat in zip(self.groups, flats, strict=False) for t in g.unpack(wait(flat))]
-        return whole + list(flats[len(self.groups) :])
+    def start(self, shards: Sequence[Tensor], again: bool = False) -> list[list[Tensor]]:
+        """Begin to gather, by group; `again`: only what went after forward."""
+        return [g.start(shards) if g.reshard or not again else [] for g in self.groups]
 
-    def reduce(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Gradient shards in the order of `moved` from whole gradients in the same order."""
-        out, first = [], 0
+    def finish(self, begun: Sequence[Sequence[Tensor]]) -> list[Tensor | None]:
+        """The whole tensors, in the order of `moved`; None where nothing was begun."""
+        return [t for g, flats in zip(self.groups, begun, strict=True) for t in (g.finish(flats) if flats else [None] * len(g.members))]
+
+    def reduce(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradient shards in the order of `moved` from whole gradients in the same order; None for frozen ones."""
+        parts, shards = iter(grads), list[Tensor | None]()
         for g in self.groups:
-            out += g.unpack_grads(reduce_scatter(g.pack_grads(grads[first : first + len(g.members)]), g.group))
-            first += len(g.members)
-        return out + [grad.float() for grad in grads[first:]]
+            whole = [t for _, t in zip(g.members, parts, strict=False) if t is not None]
+            shards += g.reduce(whole) if g.trained else [None] * len(g.members)
+        return shards
+
+
+def _member(index: int, p: P, where: sharding.Place) -> Member:
+    shape, dim, ranks = list(sharding.local_shape(p, where)), where.dim, where.mesh.size(1)
+    size = shape[dim]
+    shape[dim] = math.ceil(size / ranks)
+    return Member(index, dim, size, sharding.chunk_bounds(size, ranks, where.mesh.get_local_rank(1))[1], tuple(shape))
+
+
+@dataclass
+class Shared:
+    """What the micro-batches of one step share: weights that stay whole from its first to its last (zero stages 1 and 2), and gradients
+    that are reduced with those of the last one."""
+
+    holds: bool = False
+    defers: bool = False
+    last: bool = True  # whether this is the step's last micro-batch
+    whole: dict[Unit, list[Tensor]] = field(default_factory=dict)
+    pending: dict[Unit, list[Tensor | None]] = field(default_factory=dict)
+
+    def reduce(self, unit: Unit, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Gradient shards; None for frozen parameters, and for all while they wait."""
+        if not self.defers:
+            return unit.reduce(grads)
+        before = self.pending.pop(unit, [None] * len(grads))
+        total = [g if g is None else widen(g) if b is None else b + g for b, g in zip(before, grads, strict=True)]
+        if self.last:
+            return unit.reduce(total)
+        self.pending[unit] = total
+        return [None] * len(total)
 
 
 class Use:
@@ -136,29 +198,40 @@ class Use:
     `before` is the use that ran earlier: while this unit's backward runs, that one's weights are already on their way.
     """
 
-    def __init__(self, unit: Unit, shards: Sequence[Tensor], before: "Use | None" = None):
-        self.unit, self.shards, self.before = unit, shards, before
-        self.flats: list[Tensor] | None = None  # gathering under way
-        self.whole: list[Tensor] | None = None  # gathered, in backward
+    def __init__(self, unit: Unit, shards: Sequence[Tensor], before: "Use | None" = None, shared: Shared | None = None):
+        self.unit, self.shards, self.before, self.shared = unit, shards, before, shared or Shared()
+        self.again = False  # whether forward is over
+        self.begun: list[list[Tensor]] | None = None  # gathering under way
+        self.whole: list[Tensor | None] | None = None  # gathered, in backward
         self.storages: dict[int, int] = {}  # storage of a whole tensor -> its position
         self.saved_any = False  # whether backward needs a whole tensor
+        self.after: weakref.ref[Use] | None = None
+        if before is not None:
+            before.after = weakref.ref(self)
         self.alive: list[StorageWeakRef] = []
 
     def start(self) -> None:
         """Begin to gather, unless that has happened."""
-        if self.flats is None and self.whole is None:
+        if self.begun is None and self.whole is None and self.unit not in self.shared.whole:
             with torch.no_grad():
-                self.flats = self.unit.start(self.shards)
-                self.alive += [StorageWeakRef(t.untyped_storage()) for t in self.flats]
+                self.begun = self.unit.start(self.shards, self.again)
+                self._watch(t for flats in self.begun for t in flats)
 
-    def finish(self) -> list[Tensor]:
+    def finish(self) -> list[Tensor | None]:
         """The whole tensors; starts the gathering if nobody has."""
+        if self.unit in self.shared.whole:
+            return [t.detach() for t in self.shared.whole[self.unit]]
         self.start()
         with torch.no_grad():
-            assert self.flats is not None
-            whole, self.flats = self.unit.finish(self.flats), None
-        self.alive = [StorageWeakRef(t.untyped_storage()) for t in whole]
+            assert self.begun is not None
+            whole, self.begun = self.unit.finish(self.begun), None
+        self.alive = []
+        self._watch(t for t in whole if t is not None)
         return whole
+
+    def _watch(self, tensors: Iterable[Tensor]) -> None:
+        own = {s.untyped_storage()._cdata for s in self.shards}
+        self.alive += [StorageWeakRef(t.untyped_storage()) for t in tensors if t.untyped_storage()._cdata not in own]
 
     @property
     def live(self) -> bool:
@@ -196,27 +269,40 @@ class Use:
         if isinstance(packed, Tensor):
             return packed
         if self.whole is None:
+            self._drop_later()
             self.whole = self.finish()
             self.prefetch()
         position, size, stride, offset = packed
-        return self.whole[position].as_strided(size, stride, offset)
+        whole = self.whole[position]
+        assert whole is not None
+        return whole.as_strided(size, stride, offset)
+
+
+    def _drop_later(self) -> None:
+        """Let go of the unit whose backward came before: it has done so itself unless all its parameters are frozen."""
+        later = self.after and self.after()
+        if later is not None:
+            later.whole = None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, use: Use, *shards: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, use: Use, *shards: Tensor) -> tuple[Tensor | None, ...]:
         ctx.use = use
-        whole = use.finish()
-        if use.unit.reshard:
-            use.storages = {t.untyped_storage()._cdata: i for i, t in enumerate(whole)}
+        whole, use.again = use.finish(), True
+        freed = [g.reshard for g in use.unit.groups for _ in g.members]
+        use.storages = {t.untyped_storage()._cdata: i for i, t in enumerate(whole) if freed[i] and t is not None}
+        if use.shared.holds:
+            use.shared.whole[use.unit] = [t.detach() for t in whole if t is not None]
+        ctx.mark_non_differentiable(*(t for t, trained in zip(whole, use.unit.trained, strict=True) if not trained))
         return tuple(whole)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         use: Use = ctx.use
         use.whole = None
         use.prefetch()
-        return None, *use.unit.reduce(grads)
+        return None, *use.shared.reduce(use.unit, _without_frozen(use.unit, grads))
 
 
 def gather_traced(unit: Unit, shards: Sequence[Tensor]) -> list[Tensor]:
@@ -235,8 +321,15 @@ class _TracedGather(torch.autograd.Function):
         by_index: list[Any] = [None] * (max(unit.moved) + 1)
         for index, tensor in zip(unit.moved, shards, strict=True):
             by_index[index] = tensor
-        return tuple(unit.finish(unit.start(by_index)))
+        whole = [t for t in unit.finish(unit.start(by_index)) if t is not None]
+        ctx.mark_non_differentiable(*(t for t, trained in zip(whole, unit.trained, strict=True) if not trained))
+        return tuple(whole)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.unit.reduce(grads)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *ctx.unit.reduce(_without_frozen(ctx.unit, grads))
+
+
+def _without_frozen(unit: Unit, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Autograd hands over zeros for what has no gradient."""
+    return [grad if trained else None for grad, trained in zip(grads, unit.trained, strict=True)]

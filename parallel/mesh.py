@@ -1,8 +1,14 @@
 """The one truth about ranks, sizes and groups.
 
-Two views of the same ranks: `dense` (dp_shard) for everything but experts, `experts` (ep_shard, ep) for expert weights.
+Ranks are numbered row by row through (dp_replicate, dp_shard, cp, tp), and the same ranks through (ep_replicate, ep_shard, ep). A parameter
+sees them as (replicate, shard), one that a model axis splits as (replicate, shard, that axis):
+
+    dense    (dp_replicate, dp_shard cp tp)       a parameter that no axis splits has no copy within a replica, also not over cp and tp
+    tensor   (dp_replicate, dp_shard cp, tp)
+    experts  (ep_replicate, ep_shard, ep)
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -10,28 +16,101 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from configs.schema import ParallelConfig
+from parallel.names import zero_stage
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Length of every axis, all derived from the configuration and the number of processes."""
+
+    world: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    ep_replicate: int
+    ep_shard: int
+    ep: int
+    sharded: bool  # False: every rank keeps the whole state (zero stage 0), and dp_shard and ep_shard are 1
+
+    @property
+    def dp(self) -> int:
+        """Number of ranks, or groups of cp tp ranks, that read different data."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def dense(self) -> tuple[int, int]:
+        """(replicate, shard) of a parameter that no model axis splits."""
+        return (self.dp_replicate, self.world // self.dp_replicate) if self.sharded else (self.world, 1)
+
+    @property
+    def tensor(self) -> tuple[int, int, int]:
+        """(replicate, shard, tp) of a parameter that is split over tp."""
+        return (self.dp_replicate, self.dp_shard * self.cp, self.tp) if self.sharded else (self.dp * self.cp, 1, self.tp)
+
+    @property
+    def experts(self) -> tuple[int, int, int]:
+        """(replicate, shard, ep) of an expert parameter."""
+        return self.ep_replicate, self.ep_shard, self.ep
+
+
+def sizes(cfg: ParallelConfig, world: int) -> Sizes:
+    """The axes of `world` processes; parallel.validate has checked that they divide.
+
+    Experts keep as many replicas as the dense parameters where ep fits into one of them, fewer where it reaches over several.
+    """
+    dp, sharded = world // (cfg.cp * cfg.tp), zero_stage(cfg.zero_stage) > 0
+    dp_replicate = cfg.dp_replicate if sharded else dp
+    ep_replicate = math.gcd(dp_replicate, world // cfg.ep) if sharded else world // cfg.ep
+    return Sizes(world, dp_replicate, dp // dp_replicate, cfg.cp, cfg.tp, ep_replicate, world // (cfg.ep * ep_replicate), cfg.ep, sharded)
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes, this process's place, and the device meshes."""
+    """This process's place, and the device meshes."""
 
-    world: int
     rank: int
-    ep: int
     device: torch.device
-    dense: DeviceMesh  # ("dp_shard",)
-    experts: DeviceMesh  # ("ep_shard", "ep")
+    sizes: Sizes
+    tokens: DeviceMesh  # ("dp", "cp", "tp"): dp ranks have different rows, cp and tp ranks parts of the same row
+    dense: DeviceMesh  # ("replicate", "shard")
+    tensor: DeviceMesh | None  # ("replicate", "shard", "tp"); None without tensor parallelism
+    experts: DeviceMesh | None  # ("replicate", "shard", "ep"); None without expert parallelism
+
+    @property
+    def world(self) -> int:
+        """Number of processes."""
+        return self.sizes.world
 
     @property
     def dp(self) -> int:
-        """Number of ranks that read different data."""
-        return self.world
+        """Number of ranks, or groups of cp tp ranks, that read different data."""
+        return self.sizes.dp
+
+    @property
+    def dp_rank(self) -> int:
+        """Which part of the data this rank reads."""
+        return self.tokens.get_local_rank("dp")
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup:
+        """Ranks that read different data; between them they read each row once."""
+        return self.tokens.get_group("dp")
+
+    @property
+    def cp_group(self) -> dist.ProcessGroup | None:
+        """Ranks among which the slots of a row are split; None where each has all."""
+        return self.tokens.get_group("cp") if self.sizes.cp > 1 else None
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup | None:
+        """Ranks among which the heads and columns of a layer are split; None where each has all."""
+        return self.tokens.get_group("tp") if self.sizes.tp > 1 else None
 
     @property
     def ep_group(self) -> dist.ProcessGroup | None:
         """Ranks among which tokens travel to their experts; None where each rank holds all experts."""
-        return self.experts.get_group("ep") if self.ep > 1 else None
+        return self.experts.get_group("ep") if self.experts is not None else None
 
 
 def start_processes(device: torch.device) -> None:
@@ -52,7 +131,14 @@ def stop_processes() -> None:
 
 def make_mesh(cfg: ParallelConfig, device: torch.device) -> Mesh:
     """Device meshes for the initialised world; the sizes were checked by parallel.validate."""
-    world = dist.get_world_size()
-    dense = init_device_mesh(device.type, (world,), mesh_dim_names=("dp_shard",))
-    experts = init_device_mesh(device.type, (world // cfg.ep, cfg.ep), mesh_dim_names=("ep_shard", "ep"))
-    return Mesh(world, dist.get_rank(), cfg.ep, device, dense, experts)
+    n = sizes(cfg, dist.get_world_size())
+
+    def view(shape: tuple[int, ...], *names: str) -> DeviceMesh:
+        return init_device_mesh(device.type, shape, mesh_dim_names=names)
+
+    return Mesh(
+        rank=dist.get_rank(), device=device, sizes=n,
+        tokens=view((n.dp, n.cp, n.tp), "dp", "cp", "tp"),
+        dense=view(n.dense, "replicate", "shard"),
+        tensor=view(n.tensor, "replicate", "shard", "tp") if n.tp > 1 else None,
+        experts=view(n.experts, "replicate", "shard", "ep") if n.ep > 1 else None)

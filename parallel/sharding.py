@@ -1,10 +1,11 @@
 """Which mesh dimension each logical axis of a parameter goes to. Adding a parallelism is adding rows to RULES.
 
-Every parameter is sharded by the fully-sharded dimension ("dp_shard", for experts "ep_shard") over one of its own dimensions:
-"embed" where it has one, else its largest that no rule has taken. Buffers are replicated.
+Every parameter is fully sharded over one of its own dimensions: "embed" where it has one, else its largest that no rule takes. Buffers are
+replicated.
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,32 +17,55 @@ from model import params
 from model.params import P, Tree
 from parallel.mesh import Mesh
 
-RULES = {"experts": "ep"}  # logical axis -> mesh dimension
-FULLY_SHARDED = ("dp_shard", "ep_shard")
+RULES = {"experts": "experts"}  # logical axis -> view of the ranks (parallel/mesh.py) whose last dimension splits it
 
 
-def device_mesh(p: P, mesh: Mesh) -> DeviceMesh:
-    """Experts live on the expert mesh, everything else on the dense one."""
-    return mesh.experts if "experts" in p.axes else mesh.dense
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter is: dimension 0 of `mesh` holds copies, 1 shards of tensor dimension `dim`, 2, if any, parts of `split`."""
+
+    mesh: DeviceMesh
+    dim: int
+    split: int | None
+
+    @property
+    def placements(self) -> list[Placement]:
+        """As DTensor has them."""
+        return [Replicate(), Shard(self.dim)] + ([] if self.split is None else [Shard(self.split)])
+
+    @property
+    def copies(self) -> int:
+        """How many ranks hold each element."""
+        return self.mesh.size(0)
+
+
+def _view(p: P, dim: int) -> str | None:
+    """The view of the ranks that splits this dimension. Vectors are not split over tp: whoever uses one cuts it (parallel/tensor.py)."""
+    view = RULES.get(p.axes[dim])
+    return None if view == "tensor" and len(p.shape) == 1 else view
+
+
+def split_dim(p: P, mesh: Mesh) -> int | None:
+    """The tensor dimension that a model axis (ep, tp) splits; None where none does."""
+    views = {d: view for d in range(len(p.axes)) if (view := _view(p, d)) and getattr(mesh, view) is not None}
+    if len(views) > 1:
+        raise ValueError(f"{[p.axes[d] for d in views]} of one parameter are both split; change RULES in parallel/sharding.py")
+    return next(iter(views), None)
 
 
 def sharded_dim(p: P) -> int:
     """The tensor dimension that the fully-sharded mesh dimension splits."""
-    free = [d for d, axis in enumerate(p.axes) if axis not in RULES]
+    free = [d for d in range(len(p.axes)) if _view(p, d) is None]
     if not free:
         raise ValueError(f"a parameter with axes {p.axes} leaves no dimension to shard; give it one more axis")
     return next((d for d in free if p.axes[d] == "embed"), max(free, key=lambda d: p.shape[d]))
 
 
-def placements(p: P, mesh: Mesh) -> list[Placement]:
-    """One placement a dimension of `device_mesh(p, mesh)`."""
-    if p.kind == "buffer":
-        return [Replicate() for _ in range(device_mesh(p, mesh).ndim)]
-    taken = {RULES[axis]: d for d, axis in enumerate(p.axes) if axis in RULES}
-    if len(taken) != sum(axis in RULES for axis in p.axes):
-        raise ValueError(f"two axes of {p.axes} go to the same mesh dimension; change RULES in parallel/sharding.py")
-    names = device_mesh(p, mesh).mesh_dim_names or ()
-    return [Shard(sharded_dim(p) if name in FULLY_SHARDED else taken[name]) for name in names]
+def place(p: P, mesh: Mesh) -> Place:
+    """Where a parameter is."""
+    split = split_dim(p, mesh)
+    view = mesh.dense if split is None else getattr(mesh, RULES[p.axes[split]])
+    return Place(view, sharded_dim(p), split)
 
 
 def chunk_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
@@ -51,13 +75,24 @@ def chunk_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
     return start, min(chunk, size - start)
 
 
+def local_shape(p: P, where: Place) -> tuple[int, ...]:
+    """What the fully-sharded dimension is cut from: the whole shape, or this rank's part of a split one."""
+    shape = list(p.shape)
+    if where.split is not None:
+        shape[where.split] = chunk_bounds(shape[where.split], where.mesh.size(2), where.mesh.get_local_rank(2))[1]
+    return tuple(shape)
+
+
 def local_box(p: P, mesh: Mesh) -> list[tuple[int, int]]:
     """Start and length of this rank's part in each dimension of a parameter; the whole of a buffer."""
-    where, box = device_mesh(p, mesh), [(0, length) for length in p.shape]
-    for i, placement in enumerate(placements(p, mesh)):
+    box = [(0, length) for length in p.shape]
+    if p.kind == "buffer":
+        return box
+    where = place(p, mesh)
+    for i, placement in enumerate(where.placements):
         if isinstance(placement, Shard):
             start, length = box[placement.dim]
-            inner, part = chunk_bounds(length, where.size(i), where.get_local_rank(i))
+            inner, part = chunk_bounds(length, where.mesh.size(i), where.mesh.get_local_rank(i))
             box[placement.dim] = (start + inner, part)
     return box
 
@@ -73,14 +108,13 @@ def shard(p: P, full: Tensor, mesh: Mesh) -> Any:
 
 def from_local(p: P, local: Tensor, mesh: Mesh) -> DTensor:
     """A DTensor of `p`'s global shape around this rank's part (whose own shape may be shorter, or empty)."""
-    stride = tuple(math.prod(p.shape[d + 1 :]) for d in range(len(p.shape)))
-    return DTensor.from_local(
-        local, device_mesh(p, mesh), placements(p, mesh), run_check=False, shape=torch.Size(p.shape), stride=stride)
+    stride, where = tuple(math.prod(p.shape[d + 1 :]) for d in range(len(p.shape))), place(p, mesh)
+    return DTensor.from_local(local, where.mesh, where.placements, run_check=False, shape=torch.Size(p.shape), stride=stride)
 
 
-def init_sharded(spec: Tree, seed: int, mesh: Mesh) -> Tree:
+def init_sharded(spec: Tree, seed: int, mesh: Mesh, dtype: torch.dtype = torch.float32) -> Tree:
     """Every leaf of `spec` drawn in full and cut to this rank's part, one at a time, so that all world sizes start bit-equal."""
-    return params.map_named(lambda path, p: shard(p, params.draw(path, p, seed), mesh), spec)
+    return params.map_named(lambda path, p: shard(p, params.draw(path, p, seed).to(dtype), mesh), spec)
 
 
 def local(tensors: dict[str, Any]) -> dict[str, Tensor]:

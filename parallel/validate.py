@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from configs.schema import Config
 from model import freezing, lora, params, speech_lm
+from parallel.names import zero_stage
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Environment:
 
 Rule = Callable[[Config, Environment], Iterator[str]]
 CHOICES = {
-    "precision": ("bf16", "fp32"),
+    "precision": ("bf16", "fp32", "fp64"),
     "compile.scope": ("layer", "step"),
     "data.kind": ("manifest", "digits"),
     "data.channels": ("mean", "first", "error"),
@@ -36,7 +37,8 @@ CHOICES = {
     "model.decoder.rope_scaling.kind": ("none", "linear", "llama3", "yarn"),
 }
 AT_LEAST_ONE = (
-    "parallel.ep", "train.steps", "train.accumulate", "train.log_every", "train.keep_checkpoints", "train.max_new_tokens",
+    "parallel.dp_replicate", "parallel.cp", "parallel.tp", "parallel.ep",
+    "train.steps", "train.accumulate", "train.log_every", "train.keep_checkpoints", "train.max_new_tokens",
     "data.timeout_sec",
     "model.encoder.mel_bins", "model.encoder.d_model", "model.encoder.n_heads", "model.encoder.ff_expansion", "model.encoder.conv_kernel",
     "model.encoder.max_positions",
@@ -84,13 +86,47 @@ def ranges(cfg: Config, environment: Environment) -> Iterator[str]:
 
 
 def processes(cfg: Config, environment: Environment) -> Iterator[str]:
-    ep, experts, world = cfg.parallel.ep, cfg.model.decoder.n_experts, environment.world
-    if ep >= 1 and world % ep:
-        verb = "is" if world == 1 else "are"
-        yield (f"parallel.ep={ep} needs a number of processes that is a multiple of {ep}, and there {verb} {world}; "
-               f"type torchrun --nproc_per_node={math.ceil(world / ep) * ep} {environment.command}")
-    if ep > 1 and experts % ep:
-        yield f"parallel.ep={ep} does not divide model.decoder.n_experts={experts}; choose a divisor of {experts}"
+    """Every axis must divide what it divides; the sentence says with how many processes it would."""
+    p, world = cfg.parallel, environment.world
+    if min(p.cp, p.tp, p.ep, p.dp_replicate) < 1:
+        return
+    for keys, needed in (({"cp": p.cp, "tp": p.tp}, p.cp * p.tp), ({"ep": p.ep}, p.ep)):
+        if world % needed:
+            verb, named = "is" if world == 1 else "are", " and ".join(f"parallel.{key}={size}" for key, size in keys.items() if size > 1)
+            yield (f"{named} needs a number of processes that is a multiple of {needed}, and there {verb} {world}; "
+                   f"type torchrun --nproc_per_node={math.ceil(world / needed) * needed} {environment.command}")
+    dp = world // (p.cp * p.tp)
+    if not world % (p.cp * p.tp) and dp % p.dp_replicate:
+        yield f"parallel.dp_replicate={p.dp_replicate} does not divide the {dp} data-parallel ranks; choose a divisor of {dp}"
+    if p.ep > 1 and cfg.model.decoder.n_experts % p.ep:
+        experts = cfg.model.decoder.n_experts
+        yield f"parallel.ep={p.ep} does not divide model.decoder.n_experts={experts}; choose a divisor of {experts}"
+
+
+def sharding(cfg: Config, environment: Environment) -> Iterator[str]:
+    p = cfg.parallel
+    try:
+        stage = zero_stage(p.zero_stage)
+    except ValueError as error:
+        yield f"parallel.zero_stage={error}"
+        return
+    if stage == 0 and p.dp_replicate > 1:
+        yield f"parallel.dp_replicate={p.dp_replicate} has no meaning with parallel.zero_stage=0, which replicates all; leave it at 1"
+    if isinstance(p.defer_grad_sync, str) and p.defer_grad_sync != "auto":
+        yield f"parallel.defer_grad_sync={p.defer_grad_sync} is unknown; choose one of auto, true, false"
+    one_graph = cfg.compile.enabled and cfg.compile.scope == "step"
+    if one_graph and stage in (1, 2):
+        yield (f"parallel.zero_stage={p.zero_stage} keeps weights from row to row, and compile.scope=step makes a graph a row; choose "
+               "compile.scope=layer, or zero stage 0 or 3")
+    if one_graph and p.defer_grad_sync is True:
+        yield ("parallel.defer_grad_sync=true keeps gradients from row to row, and compile.scope=step makes a graph a row; choose "
+               "compile.scope=layer, or defer_grad_sync=auto")
+
+
+def layers(cfg: Config, environment: Environment) -> Iterator[str]:
+    for key in ("cp", "tp"):
+        if getattr(cfg.parallel, key) > 1:
+            yield f"parallel.{key}={getattr(cfg.parallel, key)} is not supported yet; leave it at 1"
 
 
 def encoder(cfg: Config, environment: Environment) -> Iterator[str]:
@@ -199,7 +235,7 @@ def patterns(cfg: Config, environment: Environment) -> Iterator[str]:
                 yield f"{key} holds {pattern!r}, which is no regular expression ({error}); write it as Python does"
 
 
-RULES: tuple[Rule, ...] = (choices, ranges, processes, encoder, decoder, rows, patterns)
+RULES: tuple[Rule, ...] = (choices, ranges, processes, sharding, layers, encoder, decoder, rows, patterns)
 SPEC_RULES: tuple[Rule, ...] = (frozen, adapters)  # about parameters, which can be listed once the sizes are right
 
 

@@ -15,6 +15,7 @@ from model import decoder, fastconformer, params
 from model.context import Context
 from model.lengths import encoder_frames, slot_frames
 from model.params import Tree
+from parallel.gather import Reshard
 from perf import report
 from perf.nemotron import CONFIG
 from perf.text_model import TextModel, pack, single_process
@@ -52,7 +53,7 @@ def encoder_step(samples: Sequence[int]) -> tuple[Step, int]:
     """Forward and backward of subsampling and layers over utterances of so many samples, and the frames of the row."""
     context = audio_context(samples, ENCODER)
     spec = fastconformer.spec(ENCODER)
-    engine = Engine(spec, _encoder_units(), single_process(), torch.float32, reshard=True, compile=CompileConfig())
+    engine = Engine(spec, _encoder_units(), single_process(), torch.float32, reshard=Reshard(), compile=CompileConfig())
     weights, buffers = params.split_kinds(spec, params.init(spec, seed=0))
     weights = {name: weight.requires_grad_() for name, weight in weights.items()}
     frames = len(context.audio_segments_A)

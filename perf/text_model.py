@@ -11,6 +11,7 @@ from configs.schema import CompileConfig, DecoderConfig, EncoderConfig, Optimize
 from model import decoder, params
 from model.context import Context
 from model.params import Tree
+from parallel.gather import Reshard
 from parallel.mesh import Mesh, make_mesh, start_processes
 from training import optimizer
 from training.engine import Engine, Pass
@@ -62,7 +63,7 @@ class TextModel:
     def __init__(self, cfg: DecoderConfig, dtype: torch.dtype, weights: Tree, mesh: Mesh):
         spec = decoder.spec(cfg)
         self.cfg, self.dtype, self.steps = cfg, dtype, 0
-        self.engine = Engine(spec, units(cfg), mesh, dtype, reshard=True, compile=CompileConfig())
+        self.engine = Engine(spec, units(cfg), mesh, dtype, reshard=Reshard(), compile=CompileConfig())
         self.params, self.buffers = params.split_kinds(spec, weights)
         self.first, self.second = ({name: torch.zeros_like(w) for name, w in self.params.items()} for _ in range(2))
         self.decayed = {name for name, p in params.named_leaves(spec) if p.decay}

@@ -17,11 +17,10 @@ from configs.schema import CompileConfig
 from kernels.inductor import name_cached_graphs
 from model import params
 from model.params import Tree
-from parallel.gather import Unit, Use, gather_traced
+from parallel.gather import Reshard, Shared, Unit, Use, gather_traced
 from parallel.mesh import Mesh
 
 RECOMPILE_LIMIT = 64  # graphs a function: row sizes x (training, evaluation)
-
 
 Function = Callable[..., Any]
 
@@ -36,8 +35,8 @@ class Engine:
     :param bind: wraps every function of weights (see model.lora.binder)
     """
 
-    def __init__(self, spec: Tree, units: Iterator[tuple[str, ...]], mesh: Mesh, dtype: torch.dtype, reshard: bool, compile: CompileConfig,
-                 bind: Callable[[Function], Function] = _as_it_is):
+    def __init__(self, spec: Tree, units: Iterator[tuple[str, ...]], mesh: Mesh, dtype: torch.dtype, reshard: Reshard,
+                 compile: CompileConfig, bind: Callable[[Function], Function] = _as_it_is):
         self.compile, self.bind = compile, bind
         self.order = list(units)
         self.units: dict[tuple[str, ...], Unit] = {}
@@ -48,8 +47,8 @@ class Engine:
             tree = subtrees if len(key) > 1 else params.subtree(spec, key[0])
             leaves, self.trees[key] = pytree.tree_flatten(tree)
             self.paths[key] = [f"{path}.{name}" for path in key for name, _ in params.named_leaves(params.subtree(spec, path))]
-            keep = key == self.order[-1]  # backward starts with it at once
-            self.units[key] = Unit(leaves, mesh, dtype, reshard and not keep)
+            last = key == self.order[-1]  # backward starts with it at once
+            self.units[key] = Unit(leaves, mesh, dtype, Reshard(False, False) if last else reshard)
         self._compiled: dict[Function, Function] = {}
         # about the transform in the features, which is a call into a library and no loss
         warnings.filterwarnings("ignore", message="Torchinductor does not support code generation for complex operators")
@@ -73,10 +72,11 @@ class Pass:
 
     :param leaves: this rank's shard of every parameter and the whole buffers, by dotted path.
     :param context: handed to every function as its last argument.
+    :param shared: what this pass has in common with the other micro-batches of its step.
     """
 
-    def __init__(self, engine: Engine, leaves: dict[str, Tensor], context: Any):
-        self.engine, self.leaves, self.context = engine, leaves, context
+    def __init__(self, engine: Engine, leaves: dict[str, Tensor], context: Any, shared: Shared | None = None):
+        self.engine, self.leaves, self.context, self.shared = engine, leaves, context, shared or Shared()
         self.last: Use | None = None
         self.ahead: Use | None = None  # the next unit, whose gathering has begun
 
@@ -107,10 +107,10 @@ class Pass:
         """This unit's use, which may be under way already; prepares the next one, to travel while this one computes."""
         use = self.ahead
         if use is None or use.unit is not self.engine.units[key]:
-            use = Use(self.engine.units[key], self._shards(key), self.last)
+            use = Use(self.engine.units[key], self._shards(key), self.last, self.shared)
         position = self.engine.order.index(key) + 1
         after = self.engine.order[position] if position < len(self.engine.order) else None
-        self.last, self.ahead = use, Use(self.engine.units[after], self._shards(after), use) if after else None
+        self.last, self.ahead = use, Use(self.engine.units[after], self._shards(after), use, self.shared) if after else None
         return use
 
 

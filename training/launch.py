@@ -17,13 +17,15 @@ from data.tokenizer import load_tokenizer
 from kernels.linear import libraries, use_libraries
 from model import params, speech_lm
 from model.lengths import FRAME_SEC
+from parallel import sharding
 from parallel.collectives import from_first_rank, wait_for_all
 from parallel.mesh import Mesh, make_mesh, start_processes, stop_processes
+from parallel.names import zero_stage
 from parallel.validate import Environment, validate
 from training import checkpoint, config
 from training.loop import Outcome, Run, RunError
 from training.progress import RunSummary, banner
-from training.step import DTYPES
+from training.step import DTYPES, state_dtype
 from training.telemetry import EVENTS_DIR, Telemetry
 
 REFUSED = 2  # exit status
@@ -150,30 +152,39 @@ def summary(cfg: Config, mesh: Mesh) -> RunSummary:
     rows_a_step = mesh.dp * cfg.train.accumulate
     return RunSummary(
         run_dir=Path(cfg.run_dir), device=mesh.device.type, precision=cfg.precision,
-        mesh={"dp_shard": mesh.dp}, layout=layout(mesh),
+        mesh={axis: getattr(mesh.sizes, axis) for axis in ("dp_replicate", "dp_shard", "cp", "tp")}, layout=layout(mesh),
         parameters_total=total, parameters_trainable=sum(math.prod(p.shape) for p in leaves if p.trained),
         parameters_active=total - routed + routed * decoder.top_k // decoder.n_experts,
         tokens_per_step=row.tokens * rows_a_step, audio_sec_per_step=row.audio_frames * FRAME_SEC * rows_a_step,
-        memory_bytes=memory(cfg, mesh, leaves), tensorboard_dir=Path(cfg.run_dir) / EVENTS_DIR,
+        memory_bytes=memory(cfg, mesh), tensorboard_dir=Path(cfg.run_dir) / EVENTS_DIR,
         checkpoint_dir=Path(cfg.run_dir) / "checkpoints")
 
 
 def layout(mesh: Mesh) -> dict[str, str]:
-    """Logical axis -> where it is split, for the axes that are."""
-    named = {}
-    if mesh.world > 1:
-        named["all parameters"] = f"dp_shard {mesh.dp}"
-    if mesh.ep > 1:
-        named["experts"] = f"ep {mesh.ep}, then ep_shard {mesh.world // mesh.ep}"
+    """What is split, and over which ranks."""
+    n, named = mesh.sizes, {}
+    if n.dense[1] > 1:
+        named["all parameters"] = f"{n.dense[1]} shards"
+    if n.tp > 1:
+        named["heads, hidden columns and vocabulary"] = f"tp {n.tp}, then {n.tensor[1]} shards"
+    if n.ep > 1:
+        named["experts"] = f"ep {n.ep}, then {n.ep_shard} shards"
+    if n.cp > 1:
+        named["slots of a row"] = f"cp {n.cp}"
     return named
 
 
-def memory(cfg: Config, mesh: Mesh, leaves: Sequence[params.P]) -> dict[str, int]:
-    """Bytes that a rank holds whatever its batch: fp32 shards, and two layers' whole weights in the compute dtype."""
-    shards = 4 * sum(math.prod(p.shape) for p in leaves) // mesh.world
-    spec = speech_lm.spec(cfg)
-    sizes = [sum(math.prod(p.shape) // (mesh.ep if "experts" in p.axes else 1) for path in unit
-                 for _, p in params.named_leaves(params.subtree(spec, path))) for unit in speech_lm.units(cfg)]
-    gathered = sum(sorted(sizes)[-2:]) * DTYPES[cfg.precision].itemsize if mesh.world > 1 else 0
+def memory(cfg: Config, mesh: Mesh) -> dict[str, int]:
+    """Bytes that a rank holds whatever its batch: its shards, and the whole weights in the compute dtype that exist at a time."""
+    spec, width = speech_lm.spec(cfg), state_dtype(cfg).itemsize
+    whole: dict[tuple[str, ...], int] = {}
+    shards = 0
+    for unit in speech_lm.units(cfg):
+        leaves = [p for path in unit for _, p in params.named_leaves(params.subtree(spec, path)) if p.kind == "param"]
+        places = [sharding.place(p, mesh) for p in leaves]
+        numbers = [math.prod(sharding.local_shape(p, where)) for p, where in zip(leaves, places, strict=True)]
+        whole[unit] = sum(numbers) * DTYPES[cfg.precision].itemsize
+        shards += width * sum(number // where.mesh.size(1) for number, where in zip(numbers, places, strict=True))
+    kept = len(whole) if zero_stage(cfg.parallel.zero_stage) in (1, 2) else 2
+    gathered = sum(sorted(whole.values())[-kept:]) if mesh.sizes.sharded and mesh.world > 1 else 0
     return {"parameters": shards, "moments": 2 * shards, "gradients": shards, "gathered layers": gathered}
-

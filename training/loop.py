@@ -23,7 +23,7 @@ from parallel.mesh import Mesh
 from training import checkpoint, evaluation, optimizer
 from training.config import to_dict
 from training.state import State, init_state
-from training.step import make_engine, make_step, row_loss, to_device
+from training.step import make_engine, make_step, row_loss, state_dtype, to_device
 from training.telemetry import Meter, Telemetry, compilations, expert_load, to_floats
 
 WARM_UP_STEPS = 10  # steps after which nothing may compile any more
@@ -73,11 +73,11 @@ class Run:
 
     def __init__(self, cfg: Config, mesh: Mesh, tokenizer: Tokenizer, open_telemetry: Callable[[int], Telemetry]):
         self.cfg, self.mesh, self.tokenizer, self.run_dir = cfg, mesh, tokenizer, Path(cfg.run_dir)
-        self.state, self.position, notes = resume(cfg, init_state(speech_lm.spec(cfg), cfg.seed, mesh), mesh)
+        self.state, self.position, notes = resume(cfg, init_state(speech_lm.spec(cfg), cfg.seed, mesh, state_dtype(cfg)), mesh)
         self.telemetry = open_telemetry(self.state.step)
         for note in notes:
             self.telemetry.note(note)
-        self.loader = make_loader(cfg.data, cfg.seed, mesh.rank, mesh.dp, self.position, cfg.train.accumulate)
+        self.loader = make_loader(cfg.data, cfg.seed, mesh.dp_rank, mesh.dp, self.position, cfg.train.accumulate)
         self.engine = make_engine(cfg, mesh)
         self.step = make_step(cfg, mesh, self.engine)
         self.interruption, self.outcome = Interruption(), Outcome()
@@ -156,7 +156,7 @@ class Run:
         """Loss on every validation set; a checkpoint when their mean is the best so far."""
         losses = []
         for name in validation_names(self.cfg.data):
-            batches = validation_batches(self.cfg.data, name, self.mesh.rank, self.mesh.dp)
+            batches = validation_batches(self.cfg.data, name, self.mesh.dp_rank, self.mesh.dp)
             figures = evaluation.validation_loss(self.cfg, self.mesh, self.engine, self.state, batches)
             self.telemetry.log_validation(self.state.step, name, figures)
             losses.append(figures["loss"])
@@ -169,7 +169,7 @@ class Run:
         """Greedy transcripts and word error rate of every validation set."""
         self.outcome.wer[self.state.step] = {}
         for name in validation_names(self.cfg.data):
-            batches = list(decoding_batches(self.cfg.data, name, self.mesh.rank, self.mesh.dp, self.cfg.train.max_new_tokens))
+            batches = list(decoding_batches(self.cfg.data, name, self.mesh.dp_rank, self.mesh.dp, self.cfg.train.max_new_tokens))
             found = evaluation.transcribe(self.cfg, self.mesh, self.engine, self.state, batches, self.tokenizer)
             figures = evaluation.word_error_rate(found)
             examples = [(t.reference, t.hypothesis) for t in found[:EXAMPLES]]

@@ -25,11 +25,18 @@ def learning_rate(step: int, cfg: OptimizerConfig, steps: int) -> float:
     return cfg.min_lr + (cfg.lr - cfg.min_lr) * (1 + math.cos(math.pi * progress)) / 2
 
 
-def global_norm(grads: list[Tensor]) -> Tensor:
-    """Euclidean norm over all parameters and ranks. Every gradient element lies on exactly one rank, dense or expert, so that the
-    squares are summed over the world whatever mesh each came from. fp32 scalar."""
-    square = torch.stack(torch._foreach_norm([g for g in grads if g.numel()] or [torch.zeros(1)])).square().sum()
-    return sum_over_ranks(square).sqrt()
+def global_norm(grads: Mapping[str, Tensor], copies: Mapping[str, int]) -> Tensor:
+    """Euclidean norm over all parameters and ranks, a scalar of the gradients' dtype.
+
+    The squares of this rank's shards are summed over the world, whatever mesh each parameter lives on; a shard of which the world has
+    several copies counts by its share, so that each element counts once.
+    """
+    names = [name for name, grad in grads.items() if grad.numel()]
+    if not names:
+        return sum_over_ranks(next(iter(grads.values())).new_zeros(())).sqrt()
+    squares = torch.stack(torch._foreach_norm([grads[name] for name in names])).square()
+    shares = torch.tensor([1 / copies[name] for name in names], dtype=squares.dtype, device=squares.device)
+    return sum_over_ranks((squares * shares).sum()).sqrt()
 
 
 def clip(grads: list[Tensor], norm: Tensor, limit: float) -> None:

@@ -14,7 +14,7 @@ from parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class State:
-    """Everything that a step changes, by dotted path: DTensors in fp32 (parameters and AdamW's moments) and plain buffers."""
+    """Everything that a step changes, by dotted path: DTensors in fp32 or wider (parameters and AdamW's moments) and plain buffers."""
 
     step: int  # updates done
     params: dict[str, Any]
@@ -32,9 +32,9 @@ class State:
         return {name: shard.requires_grad_(name in self.first) for name, shard in sharding.local(self.params).items()} | self.buffers
 
 
-def init_state(spec: Tree, seed: int, mesh: Mesh) -> State:
-    """Freshly drawn parameters, and zero moments of those that are trained, sharded."""
-    weights, buffers = params.split_kinds(spec, sharding.init_sharded(spec, seed, mesh))
+def init_state(spec: Tree, seed: int, mesh: Mesh, dtype: torch.dtype = torch.float32) -> State:
+    """Freshly drawn parameters (in fp32, then stored in `dtype`), and zero moments of those that are trained, sharded."""
+    weights, buffers = params.split_kinds(spec, sharding.init_sharded(spec, seed, mesh, dtype))
     trained = {name for name, p in params.named_leaves(spec) if p.trained}
     zeros = [{name: torch.zeros_like(w) for name, w in weights.items() if name in trained} for _ in range(2)]
     return State(0, weights, buffers, *zeros)

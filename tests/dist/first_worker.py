@@ -44,7 +44,7 @@ class CollectiveMeter:
     """Counts the data-parallel collectives of dense parameters, by patching what parallel.gather calls."""
 
     def __init__(self, mesh: Mesh):
-        self.dense, self.counts = mesh.dense.get_group(), Counter[str]()
+        self.dense, self.counts = mesh.dense.get_group(1), Counter[str]()
 
     def __enter__(self) -> "CollectiveMeter":
         self.originals = {name: getattr(gather, name) for name in ("all_gather_start", "reduce_scatter")}

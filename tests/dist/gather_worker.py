@@ -49,7 +49,7 @@ def run(call: Any, x: Tensor) -> Tensor:
 def sharded(dtype: torch.dtype, reshard: bool, compile: CompileConfig) -> tuple[Mesh, Engine, dict[str, Tensor]]:
     """Mesh, engine and this rank's shards of the model."""
     mesh = make_mesh(ParallelConfig(), torch.device("cpu"))
-    engine = Engine(spec(), ((f"layers.{i}",) for i in range(LAYERS)), mesh, dtype, reshard, compile)
+    engine = Engine(spec(), ((f"layers.{i}",) for i in range(LAYERS)), mesh, dtype, gather.Reshard(reshard, reshard), compile)
     shards = {name: sharding.shard(p, params.draw(name, p, 0), mesh) for name, p in params.named_leaves(spec())}
     return mesh, engine, {name: w.requires_grad_() for name, w in sharding.local(shards).items()}
 
@@ -136,7 +136,7 @@ def gradient_sum_error(dtype: torch.dtype) -> float:
     """Of a gradient whose parts bf16 holds and whose sum it does not: 1 from rank 0, 2^-9 from every other."""
     mesh, p = make_mesh(ParallelConfig(), torch.device("cpu")), P((8,), ("embed",), "ones")
     shard = sharding.local({"w": sharding.shard(p, torch.ones(8), mesh)})["w"].requires_grad_()
-    (whole,) = gather.Use(gather.Unit([p], mesh, dtype, False), [shard]).weights()
+    (whole,) = gather.Use(gather.Unit([p], mesh, dtype, gather.Reshard(False, False)), [shard]).weights()
     (grad,) = torch.autograd.grad((whole * (1.0 if mesh.rank == 0 else 2.0**-9)).sum(), shard)
     return (grad - (1 + (mesh.world - 1) * 2.0**-9)).abs().max().item()
 
@@ -153,7 +153,7 @@ class LiveMeter:
             self.originals[0](use)
             self.count(use)
 
-        def finish(use: gather.Use) -> list[Tensor]:
+        def finish(use: gather.Use) -> list[Tensor | None]:
             whole = self.originals[1](use)
             self.count(use)
             return whole

@@ -10,6 +10,7 @@ from configs.schema import CompileConfig, Config, ParallelConfig
 from model import params, speech_lm
 from model.context import Context
 from model.hub.load import Loaded
+from parallel.gather import Reshard
 from parallel.mesh import Mesh, make_mesh, start_processes
 from training.engine import Engine, Pass
 
@@ -55,5 +56,5 @@ def runner(loaded: Loaded, weights: dict[str, Tensor], ctx: Context) -> Pass:
     """What runs the model's functions, eagerly."""
     cfg = Config(model=loaded.cfg)
     cfg.train.ctc_weight = 0
-    engine = Engine(speech_lm.spec(cfg), speech_lm.units(cfg), single_mesh(), torch.float32, True, CompileConfig(enabled=False))
+    engine = Engine(speech_lm.spec(cfg), speech_lm.units(cfg), single_mesh(), torch.float32, Reshard(), CompileConfig(enabled=False))
     return Pass(engine, weights, ctx)

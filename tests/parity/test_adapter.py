@@ -15,6 +15,7 @@ from model import decoder, lora, params, speech_lm
 from model.hub.adapter import CONFIG, WEIGHTS, load_adapter, read_settings, save_adapter, targets
 from model.hub.family import HubError
 from model.hub.load import Loaded, load
+from parallel.gather import Reshard
 from tests.model.token_rows import token_row
 from tests.parity import owners
 from tests.parity.check import single_mesh
@@ -52,7 +53,7 @@ def whole(loaded: Loaded) -> dict[str, Tensor]:
 def logits(cfg: ModelConfig, tensors: dict[str, Tensor]) -> Tensor:
     """Of TOKENS, with the adapters beside their matrices."""
     config = Config(model=cfg)
-    engine = Engine(speech_lm.spec(config), speech_lm.units(config), single_mesh(), torch.float32, True, CompileConfig(enabled=False),
+    engine = Engine(speech_lm.spec(config), speech_lm.units(config), single_mesh(), torch.float32, Reshard(), CompileConfig(enabled=False),
                     lora.binder(cfg.lora))
     ctx = token_row(cfg.decoder, [len(TOKENS)])
     run = Pass(engine, tensors, ctx)

@@ -47,7 +47,7 @@ def test_the_position_is_that_of_the_last_micro_batch() -> None:
 def test_the_best_checkpoint_has_the_lowest_validation_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run.__new__(Run)
     run.cfg, _ = config.load(["+experiment=digits"])
-    run.mesh, run.engine, run.run_dir, run.best = SimpleNamespace(rank=0, dp=1), None, tmp_path, None  # type: ignore[assignment]
+    run.mesh, run.engine, run.run_dir, run.best = SimpleNamespace(rank=0, dp_rank=0, dp=1), None, tmp_path, None  # type: ignore[assignment]
     run.telemetry = SimpleNamespace(log_validation=lambda *args: None)  # type: ignore[assignment]
     marked: list[tuple[str, float]] = []
     monkeypatch.setattr(loop, "validation_names", lambda data: ["one", "two"])

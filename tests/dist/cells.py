@@ -1,0 +1,113 @@
+"""What the matrix of layouts compares: the cells, the small model that all of them train, and the rows that it sees."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from configs.schema import Config
+from data.packing import AUDIO, Example, pack_row
+from parallel.mesh import sizes
+from training import config
+from training.step import Batch
+
+ROWS = {  # kind -> size of a row
+    "mixed": "{tokens: 96, audio_frames: 48, utterances: 6, utterance_frames: 16, label_tokens: 12}",
+    "lengths": "{tokens: 768, audio_frames: 48, utterances: 8, utterance_frames: 16, label_tokens: 700}",
+}
+SHORT_AND_LONG = (1, 2, 3, 5, 7, 8, 9, 698)  # tokens of the utterances of a "lengths" row
+MODEL = (
+    "+experiment=digits", "compile.enabled=false", "train.steps=10", "train.ctc_weight=0.3", "optimizer.warmup_steps=2", "optimizer.eps=1e-6",
+    "model.encoder.d_model=16", "model.encoder.n_layers=1", "model.encoder.n_heads=4", "model.encoder.subsampling_channels=4",
+    "model.encoder.conv_norm=layer_norm",
+    "model.decoder.pattern=M*E-", "model.decoder.d_model=24", "model.decoder.vocab_size=50", "model.decoder.n_heads=4",
+    "model.decoder.n_kv_heads=2", "model.decoder.head_dim=8", "model.decoder.rope_theta=10000.0", "model.decoder.mamba_heads=8",
+    "model.decoder.mamba_head_dim=4", "model.decoder.mamba_groups=4", "model.decoder.mamba_state=8", "model.decoder.mamba_chunk=16",
+    "model.decoder.mlp_ffn=32", "model.decoder.n_experts=8", "model.decoder.top_k=2", "model.decoder.moe_ffn=12",
+    "model.decoder.shared_ffn=20", "model.decoder.bias_update_rate=0.01",
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One layout over `world` processes that must give what one process gives."""
+
+    name: str
+    world: int
+    parallel: dict[str, object] = field(default_factory=dict)  # parallel.<key>
+    rows: int = 4  # of the global batch; each rank, or group of cp tp ranks, takes its part one after the other
+    kind: str = "mixed"  # of rows, a key of ROWS
+    model: tuple[str, ...] = ()  # further overrides, which the single process gets too
+    starved: bool = False  # no token chooses the second half of the experts
+    compiled: str = ""  # compile.scope, or nothing for eager
+    quick: bool = False  # whether it is one of those that run in `make test`
+
+    @property
+    def reference(self) -> "Cell":
+        """The run of one process that it must equal."""
+        return Cell(f"{self.rows} {self.kind} {' '.join(self.model)} {self.starved}", 1, {}, self.rows, self.kind, self.model, self.starved)
+
+    def config(self, precision: str) -> Config:
+        """The whole configuration, with the accumulation that brings all rows into one step."""
+        own = [f"parallel.{key}={value}" for key, value in self.parallel.items()]
+        compiled = ["compile.enabled=true", f"compile.scope={self.compiled}"] if self.compiled else []
+        cfg, _ = config.load([*MODEL, f"data.rows=[{ROWS[self.kind]}]", f"precision={precision}", *compiled, *self.model, *own])
+        cfg.train.accumulate = self.rows // sizes(cfg.parallel, self.world).dp
+        return cfg
+
+
+def cells() -> list[Cell]:
+    """The whole matrix."""
+    return [
+        Cell("zero 0", 2, {"zero_stage": 0}),
+        Cell("zero 1", 2, {"zero_stage": 1}),
+        Cell("zero 2", 2, {"zero_stage": 2}),
+        Cell("zero 3", 2, {"defer_grad_sync": False}),
+        Cell("zero 3, no accumulation", 2, rows=2),
+        Cell("ep 2", 2, {"ep": 2, "defer_grad_sync": False}),
+        Cell("ep 2, gradients reduced once", 2, {"ep": 2, "defer_grad_sync": True}),
+        Cell("ep 2, experts without a token", 2, {"ep": 2}, starved=True),
+        Cell("ep 2, zero 0", 2, {"ep": 2, "zero_stage": 0}),
+        Cell("dp 4", 4),
+        Cell("dp 4, zero 0", 4, {"zero_stage": 0}, rows=8, quick=True),
+        Cell("dp 4, zero 1", 4, {"zero_stage": 1}, rows=8, quick=True),
+        Cell("dp 4, zero 2", 4, {"zero_stage": 2, "defer_grad_sync": False}, rows=8, quick=True),
+        Cell("dp 4, gradients reduced once", 4, {"defer_grad_sync": True}, rows=8, quick=True),
+        Cell("dp 4, weights kept after forward", 4, {"reshard_after_forward": False, "defer_grad_sync": False}, rows=8, quick=True),
+        Cell("dp 4, experts' weights kept", 4, {"reshard_experts_after_forward": False, "defer_grad_sync": False}, rows=8, quick=True),
+        Cell("ep 4", 4, {"ep": 4}),
+        Cell("dp 4, ep 2", 4, {"ep": 2}, quick=True),
+        Cell("hsdp 2 x 2", 4, {"dp_replicate": 2}, quick=True),
+        Cell("hsdp 2 x 2, zero 2", 4, {"dp_replicate": 2, "zero_stage": 2}, rows=8),
+        Cell("hsdp 2 x 2, gradients reduced once", 4, {"dp_replicate": 2, "defer_grad_sync": True}, rows=8),
+        Cell("hsdp 2 x 2, ep 2", 4, {"dp_replicate": 2, "ep": 2}),
+        Cell("hsdp 2 x 2, ep 4 over both replicas", 4, {"dp_replicate": 2, "ep": 4}, quick=True),
+        Cell("hsdp 4 x 1", 4, {"dp_replicate": 4}),
+        Cell("dp 8, ep 2", 8, {"ep": 2}, rows=8),
+        Cell("hsdp 2 x 4, ep 2", 8, {"dp_replicate": 2, "ep": 2}, rows=8),
+        Cell("hsdp 2 x 4, ep 4, zero 1", 8, {"dp_replicate": 2, "ep": 4, "zero_stage": 1}, rows=8),
+    ]
+
+
+def batches(cfg: Config, cell: Cell) -> list[Batch]:
+    """The rows of the global batch: very different numbers of labels, row 1 without audio, row 2 without anything, and at the end of each
+    some padding. A "lengths" row has utterances of 1 to 698 tokens, without audio."""
+    made = []
+    for number in range(cell.rows):
+        rng = np.random.default_rng(number)
+        if cell.kind == "lengths":
+            examples = [_spoken(rng, 0.0, 0, length) for length in rng.permutation(SHORT_AND_LONG)]
+        elif number == 2:
+            examples = []
+        else:
+            seconds = [0.0] * 5 if number == 1 else rng.uniform(0.1, 1.2, size=2 + number % 3)
+            examples = [_spoken(rng, sec, int(rng.integers(0, 4)), int(rng.integers(1, 3 + 7 * (number % 2)))) for sec in seconds]
+        made.append({name: torch.from_numpy(value) for name, value in pack_row(examples, cfg.data.rows[0]).items()})
+    return made
+
+
+def _spoken(rng: np.random.Generator, seconds: float, prompt: int, answer: int) -> Example:
+    """An utterance of noise; `answer` tokens with the end token."""
+    text = rng.integers(3, 50, size=prompt + answer).tolist()
+    samples = rng.standard_normal(int(16000 * seconds)).astype(np.float32) * 0.1
+    return Example(str(rng.integers(1 << 30)), [AUDIO, *text[:prompt]], text[prompt:-1], [1], samples)

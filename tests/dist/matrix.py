@@ -1,0 +1,81 @@
+"""Every layout against one process: `python -m tests.dist.matrix [--precision fp32|fp64] [--cells PATTERN]`; the last line is one JSON object.
+
+The cells of one world size run one after the other in the same processes. Without --cells the table of docs/parallelism.md is written anew.
+"""
+
+import argparse
+import fnmatch
+import json
+import math
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from parallel.mesh import start_processes
+from tests.dist.cells import Cell, cells
+from tests.dist.launch import ROOT, torchrun
+from tests.dist.matrix_worker import file_of, run
+
+BARS = {  # errors above which a cell has failed
+    "fp32": {"loss_error": 1e-6, "gradient_error": 1e-5, "norm_error": 1e-6, "state_error": 1e-4},
+    "fp64": {"loss_error": 1e-9, "gradient_error": 1e-9, "norm_error": 1e-9, "state_error": 1e-9},
+}
+PAGE, START, END = ROOT / "docs/parallelism.md", "<!-- matrix -->", "<!-- end of matrix -->"
+
+
+def measure(chosen: Sequence[Cell], precision: str) -> dict[str, dict[str, Any]]:
+    """Errors of the cells, by name. The references are computed in this process."""
+    results: dict[str, dict[str, Any]] = {}
+    start_processes(torch.device("cpu"))
+    with tempfile.TemporaryDirectory() as folder:
+        for reference in {cell.reference.name: cell.reference for cell in chosen}.values():
+            torch.save(run(reference, precision), file_of(folder, reference, precision))
+        for world in sorted({cell.world for cell in chosen}):
+            names = [cell.name for cell in chosen if cell.world == world]
+            results |= torchrun(world, "tests.dist.matrix_worker", folder, precision, *names, timeout_sec=3600)
+    return results
+
+
+def failed(result: dict[str, Any], precision: str) -> bool:
+    """Whether a cell did not run or is over a bar; an error that is not a number is over it."""
+    return "failure" in result or not all(result[name] <= bar for name, bar in BARS[precision].items())
+
+
+def summary(results: dict[str, dict[str, Any]], precision: str) -> dict[str, Any]:
+    """The figures."""
+    ran = [r for r in results.values() if "failure" not in r]
+    worst = {f"max_{name}": max((r[name] for r in ran), default=math.nan) for name in BARS[precision]}
+    return {"cells": len(results), "failed": [name for name, r in results.items() if failed(r, precision)], **worst}
+
+
+def table(chosen: Sequence[Cell], results: dict[str, dict[str, Any]], precision: str) -> str:
+    """The rows of docs/parallelism.md."""
+    lines = [f"| cell ({precision}) | processes | run | loss | gradients | norm | state after 3 steps |", "|---|---|---|---|---|---|---|"]
+    for cell in chosen:
+        figures = [f"{results[cell.name][name]:.1e}" for name in BARS[precision]]
+        lines.append(f"| {cell.name} | {cell.world} | {'compiled' if cell.compiled else 'eager'} | {' | '.join(figures)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--precision", choices=BARS, default="fp32")
+    parser.add_argument("--cells", default="*")
+    options = parser.parse_args()
+    chosen = [cell for cell in cells() if fnmatch.fnmatch(cell.name, options.cells)]
+    results = measure(chosen, options.precision)
+    figures = summary(results, options.precision)
+    for name, result in results.items():
+        marks = result.get("failure") or "  ".join(f"{key} {result[key]:.1e}" for key in BARS[options.precision])
+        print(f"{'FAILED' if name in figures['failed'] else 'ok    '} {name}: {marks}")
+    if options.cells == "*" and options.precision == "fp32" and not figures["failed"]:
+        text = PAGE.read_text()
+        before, after = text.split(START)[0], text.split(END)[1]
+        PAGE.write_text(f"{before}{START}\n{table(chosen, results, options.precision)}\n{END}{after}")
+    print(json.dumps(figures | {"failed": len(figures["failed"])}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Under torchrun: runs cells of the matrix one after the other and compares each with its reference in FOLDER.
+
+usage: matrix_worker FOLDER PRECISION CELL...
+"""
+
+import hashlib
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from kernels.linear import OPERANDS, use_libraries
+from model import params, speech_lm
+from parallel import sharding
+from parallel.mesh import Mesh, make_mesh, start_processes
+from tests.dist.cells import Cell, batches, cells
+from tests.dist.first import gradient_error
+from training.state import State, init_state
+from training.step import make_engine, make_gradients, make_step, state_dtype
+
+STEPS = 3
+
+
+def whole(spec: dict[str, params.P], tensors: dict[str, Any], mesh: Mesh) -> dict[str, Tensor]:
+    """Unsharded copies of parameters, or of gradients (which arrive as local shards)."""
+    parts = {name: t if hasattr(t, "full_tensor") else sharding.from_local(spec[name], t.contiguous(), mesh) for name, t in tensors.items()}
+    return {name: part.full_tensor().clone() for name, part in parts.items()}
+
+
+def run(cell: Cell, precision: str) -> dict[str, Any]:
+    """Every whole gradient, the gradient norm and the number of collectives of the first step; all losses, and whole parameters and
+    buffers after STEPS steps."""
+    use_libraries(dict.fromkeys(OPERANDS, "mkl"))  # the same everywhere: the features are fp32 also where the model is fp64
+    cfg = cell.config(precision)
+    mesh = make_mesh(cfg.parallel, torch.device("cpu"))
+    spec = dict(params.named_leaves(speech_lm.spec(cfg)))
+    state: State = init_state(speech_lm.spec(cfg), cfg.seed, mesh, state_dtype(cfg))
+    if cell.starved:
+        for name, buffer in state.buffers.items():
+            if name.endswith("router.bias"):
+                buffer[len(buffer) // 2 :] = -100
+    engine = make_engine(cfg, mesh)
+    rows = batches(cfg, cell)[mesh.dp_rank * cfg.train.accumulate :][: cfg.train.accumulate]
+    with CommDebugMode() as comms:
+        first = make_gradients(cfg, mesh, engine)(state, rows)
+    grads = whole(spec, first.grads, mesh)
+    step, metrics = make_step(cfg, mesh, engine), []
+    for _ in range(STEPS):
+        state, figures = step(state, rows)
+        metrics.append(figures)
+    return {"grads": grads, "losses": torch.stack([m["loss"].double() for m in metrics]), "norm": metrics[0]["grad_norm"].double(),
+            "params": whole(spec, state.params, mesh), "buffers": state.buffers,
+            "collectives": {str(op).rpartition(".")[2]: n for op, n in comms.get_comm_counts().items()}}
+
+
+def errors(got: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
+    """How far a cell is from its reference, and its collectives."""
+    return {
+        "collectives": got["collectives"],
+        "loss_error": relative(got["losses"], expected["losses"]),
+        "gradient_error": gradient_error(got["grads"], expected["grads"]),
+        "norm_error": relative(got["norm"], expected["norm"]),
+        "state_error": gradient_error(got["params"] | floats(got["buffers"]), expected["params"] | floats(expected["buffers"])),
+    }
+
+
+def floats(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t for name, t in tensors.items() if t.is_floating_point()}
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    """The largest relative difference."""
+    return ((a - b).abs() / b.abs()).max().item()
+
+
+def file_of(folder: str, cell: Cell, precision: str) -> Path:
+    """Where a reference is kept."""
+    return Path(folder) / f"{hashlib.sha256(cell.name.encode()).hexdigest()[:16]}_{precision}.pt"
+
+
+def measured(cell: Cell, precision: str, folder: str) -> dict[str, Any]:
+    """The errors of a cell, or what stopped it."""
+    try:
+        return errors(run(cell, precision), torch.load(file_of(folder, cell.reference, precision)))
+    except Exception:
+        return {"failure": traceback.format_exc(limit=-4)}
+
+
+def main() -> None:
+    folder, precision, *names = sys.argv[1:]
+    start_processes(torch.device("cpu"))
+    results = {cell.name: measured(cell, precision, folder) for cell in cells() if cell.name in names}
+    if dist.get_rank() == 0:
+        print(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
