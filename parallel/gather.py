@@ -155,7 +155,8 @@ class Unit:
 
     def reduce(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradient shards in the order of `moved` from whole gradients in the same order; None for frozen ones."""
-        parts, shards = iter(grads), list[Tensor | None]()
+        parts = iter(grads)
+        shards: list[Tensor | None] = []
         for g in self.groups:
             whole = [t for _, t in zip(g.members, parts, strict=False) if t is not None]
             shards += g.reduce(whole) if g.trained else [None] * len(g.members)
@@ -280,7 +281,7 @@ class Use:
 
     def _drop_later(self) -> None:
         """Let go of the unit whose backward came before: it has done so itself unless all its parameters are frozen."""
-        later = self.after and self.after()
+        later = None if self.after is None else self.after()
         if later is not None:
             later.whole = None
 

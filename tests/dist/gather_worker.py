@@ -1,6 +1,7 @@
 """Under torchrun: a small model of uneven parameters, gathered and reduced by parallel/gather.py, against the same model unsharded."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,6 +88,21 @@ def measure(reshard: bool, dtype: torch.dtype) -> dict[str, Any]:
         grads = torch.autograd.grad(loss, list(leaves.values()))
     counts = {str(op).rpartition(".")[2]: n for op, n in comms.get_comm_counts().items()}
     return {**errors(mesh, loss, dict(zip(leaves, grads, strict=True))), "live_max": live.most, "counts": counts}
+
+
+def measure_frozen() -> dict[str, Any]:
+    """Layers 1 to 3 of 5 are frozen; gradients still travel through them."""
+    frozen = params.map_named(lambda path, p: replace(p, trained=path.split(".")[1] not in "123"), spec())
+    mesh, _, leaves = sharded(torch.float32, True, CompileConfig(enabled=False))
+    engine = Engine(frozen, ((f"layers.{i}",) for i in range(LAYERS)), mesh, torch.float32, gather.Reshard(), CompileConfig(enabled=False))
+    trained = {name: w.requires_grad_(p.trained) for (name, p), w in zip(params.named_leaves(frozen), leaves.values(), strict=True)}
+    live = LiveMeter()
+    with CommDebugMode() as comms, live:
+        loss = run(Pass(engine, leaves, SimpleNamespace(training=True)), own_input())
+        trained = {name: w for name, w in trained.items() if w.requires_grad}
+        grads = dict(zip(trained, torch.autograd.grad(loss, list(trained.values())), strict=True))
+    counts = {str(op).rpartition(".")[2]: n for op, n in comms.get_comm_counts().items()}
+    return {**errors(mesh, loss, grads), "live_max": live.most, "counts": counts}
 
 
 def measure_step_scope() -> dict[str, Any]:
@@ -179,7 +195,7 @@ if __name__ == "__main__":
         "every": collectives.every_rank(True, cpu), "not_every": collectives.every_rank(rank == 0, cpu),
         "objects": collectives.gather_objects(rank), "first": collectives.gather_objects(collectives.from_first_rank(f"rank {rank}")),
     }
-    results |= {"flags": flags, "step_scope": measure_step_scope(), "kept": kept_without_backward(),
+    results |= {"flags": flags, "step_scope": measure_step_scope(), "frozen": measure_frozen(), "kept": kept_without_backward(),
                 "gradient_sum_error": gradient_sum_error(torch.bfloat16)}
     if rank == 0:
         print(json.dumps(results))

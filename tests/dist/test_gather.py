@@ -14,6 +14,8 @@ def test_gathered_equals_unsharded(processes: int) -> None:
     assert results["step_scope"]["loss_error"] < 1e-6
     assert results["step_scope"]["gradient_error"] < 1e-5
     assert results["step_scope"]["graphs"] == 1
+    assert results["frozen"]["loss_error"] < 1e-6
+    assert results["frozen"]["gradient_error"] < 1e-5
     assert results["kept"] == 0
     assert results["gradient_sum_error"] == 0  # gradients of bf16 weights are added up in fp32
     assert results["flags"] == {"any": True, "none": False, "every": True, "not_every": processes == 1, "objects": list(range(processes)),
@@ -26,3 +28,5 @@ def test_gathered_equals_unsharded(processes: int) -> None:
     assert results["keep_fp32"]["counts"] == {"all_gather_into_tensor": 5, "reduce_scatter_tensor": 5}
     assert results["reshard_fp32"]["live_max"] == results["reshard_bf16"]["live_max"] == 2
     assert results["keep_fp32"]["live_max"] == 5
+    assert results["frozen"]["counts"] == {"all_gather_into_tensor": 9, "reduce_scatter_tensor": 2}  # two trained layers
+    assert results["frozen"]["live_max"] == 2
