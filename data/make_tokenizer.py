@@ -1,31 +1,34 @@
-"""Writes the embedded character tokenizer, data/speech/tokenizer.json: python -m data.make_tokenizer"""
+"""Writes the embedded subword tokenizer, data/speech/tokenizer.json: python -m data.make_tokenizer"""
 
 import json
 import string
+from collections.abc import Sequence
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 SPEECH = Path(__file__).parent / "speech"
 SPECIAL = ("<|pad|>", "<|eos|>", "<|audio|>", "<|unk|>")
+VOCABULARY = 256
 
 
-def characters() -> list[str]:
-    """Letters, digits, space, apostrophe and whatever else the embedded transcripts contain, sorted."""
+def transcripts() -> list[str]:
+    """The embedded transcripts, in lower case."""
     lines = (SPEECH / "manifest.jsonl").read_text(encoding="utf-8").splitlines()
-    seen = set("".join(json.loads(line)["text"].lower() for line in lines))
-    return sorted(seen | set(string.ascii_lowercase + string.digits + " '"))
+    return [json.loads(line)["text"].lower() for line in lines]
 
 
-def character_tokenizer(alphabet: list[str]) -> Tokenizer:
-    """A byte-pair model without merges: one token a character, in lower case."""
-    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<|unk|>"))
+def subword_tokenizer(texts: Sequence[str], size: int = VOCABULARY) -> Tokenizer:
+    """Byte-pair merges learnt from `texts`, inside words with the space before them, over letters, digits and what else `texts` contain."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<|unk|>"))
     tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(" ?[^ ]+"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    alphabet = sorted({*"".join(texts), *string.ascii_lowercase, *string.digits, *" '"})
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([f" {text}" for text in texts], trainer)
     return tokenizer
 
 
 if __name__ == "__main__":
-    character_tokenizer(characters()).save(str(SPEECH / "tokenizer.json"))
+    subword_tokenizer(transcripts()).save(str(SPEECH / "tokenizer.json"))
