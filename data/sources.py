@@ -179,7 +179,8 @@ def example(item: Item, cfg: DataConfig) -> Example:
 
 def _check_longest_string(cfg: DataConfig, written: Writer) -> None:
     samples = digits.longest_samples(cfg.max_words)
-    tokens = max(len(answer_ids(" ".join([word] * cfg.max_words), written.tokenizer, written.form)) for word in digits.WORDS)
+    first, other = (max(digits.WORDS, key=lambda word: len(written.tokenizer.encode(before + word))) for before in ("", "zero "))
+    tokens = len(answer_ids(" ".join([first, *[other] * (cfg.max_words - 1)]), written.tokenizer, written.form))
     excess = load_of(len(written.prompt), tokens, samples, encoder=cfg.encoder).excess(row_sizes(cfg)[-1])
     if excess:
         raise DataError(f"data.rows: a string of data.max_words={cfg.max_words} words can exceed the largest row ({excess}); enlarge it")

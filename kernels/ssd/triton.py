@@ -19,6 +19,7 @@ from kernels import launch
 SMALLEST = 16  # rows or columns of a product
 LARGEST = 64  # tokens of a chunk in tuned.json
 SPAN = 8  # chunks
+WIDEST = (64, 128)  # head dim and states of a call of the kernels, whose tiles hold both whole
 
 
 @triton.jit
@@ -263,9 +264,29 @@ def _writers(x_ptr, b_ptr, c_ptr, dt_ptr, a_ptr, d_ptr, segments_ptr, dy_ptr, af
 
 def ssd_triton(x_TNH: Tensor, dt_TN: Tensor, a_N: Tensor, b_TGS: Tensor, c_TGS: Tensor, d_N: Tensor, segments_T: Tensor,
                initial_NHS: Tensor | None, chunk: int, state_dtype: torch.dtype, wants_state: bool) -> tuple[Tensor, Tensor]:
-    """y and the state after the last token; `chunk` only bounds the tiles' own size."""
-    y_TNH, final_NHS, _ = _forward(x_TNH, dt_TN, a_N, b_TGS, c_TGS, d_N, segments_T, initial_NHS, chunk, state_dtype)
-    return y_TNH, final_NHS
+    """y and the state after the last token; `chunk` only bounds the tiles' own size.
+
+    Columns of x do not meet, and y is a sum over states: a wider head is several heads of equal dt, more states are several scans.
+    """
+    state, cuts = b_TGS.shape[2], _cuts(x_TNH.shape[2])
+    x_TNH = x_TNH.unflatten(2, (cuts, -1)).flatten(1, 2)
+    dt_TN, a_N, d_N = (t.repeat_interleave(cuts, -1) if cuts > 1 else t for t in (dt_TN, a_N, d_N))
+    none_N = torch.zeros_like(d_N)
+    if initial_NHS is not None:
+        initial_NHS = initial_NHS.unflatten(1, (cuts, -1)).flatten(0, 1)
+    scans = []
+    for first in range(0, state, WIDEST[1]):
+        part = slice(first, first + WIDEST[1])
+        scans.append(_forward(x_TNH, dt_TN, a_N, b_TGS[..., part], c_TGS[..., part], none_N if first else d_N, segments_T,
+                              None if initial_NHS is None else initial_NHS[..., part], chunk, state_dtype))
+    y_TNH = sum((y for y, _, _ in scans[1:]), scans[0][0])
+    final_NHS = scans[0][1] if len(scans) == 1 else torch.cat([final for _, final, _ in scans], 2)
+    return y_TNH.unflatten(1, (-1, cuts)).flatten(2), final_NHS.unflatten(0, (-1, cuts)).flatten(1, 2)
+
+
+def _cuts(head_dim: int) -> int:
+    """Fewest equal parts of a head that fit the kernels."""
+    return next(cuts for cuts in range(triton.cdiv(head_dim, WIDEST[0]), head_dim + 1) if head_dim % cuts == 0)
 
 
 @torch.library.custom_op("reedling::ssd_triton", mutates_args=())
@@ -361,8 +382,7 @@ def _bounded(size: int, chunk: int) -> int:
 def _options(kernel: str, x_TNH: Tensor, b_TGS: Tensor, chunk: int) -> tuple[dict[str, Any], int]:
     """Constants of a launch, and the number of blocks that cover a head."""
     (_, heads, head_dim), (_, groups, state) = x_TNH.shape, b_TGS.shape
-    shape = ("fp32" if x_TNH.element_size() == 4 else "16 bits") + (" wide" if head_dim * state > 64 * 128 else "")
-    options = launch.tiles("ssd", kernel, x_TNH.device, shape)
+    options = launch.tiles("ssd", kernel, x_TNH.device, "fp32" if x_TNH.element_size() == 4 else "16 bits")
     whole = max(SMALLEST, triton.next_power_of_2(head_dim))
     options["CHUNK"] = _bounded(options["CHUNK"], chunk)
     options["BLOCK_H"] = min(whole, options.get("BLOCK_H", whole))

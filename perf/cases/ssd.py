@@ -31,6 +31,7 @@ NANO = {"heads": 64, "groups": 8, "head_dim": 64, "state": 128, "chunk": 128}
 CASES = [
     _case("odd lengths", "accuracy", [1, 17, 64, 3, 40], 4, 2, 8, 6, 16),
     _case("Nemotron-3-Nano", "compile", [1000, 48], **NANO),
+    _case("Falcon-H1-34B", "compile", [1000, 48], heads=32, groups=2, head_dim=128, state=256, chunk=128),
     _case("Nemotron-3-Nano, 8k in one document", "model", [8192], **NANO),
     _case("Nemotron-3-Nano, 8k of speech", "model", speech_lengths(8192), **NANO),
     _case("Nemotron-3-Nano, 32k in four documents", "model", [8192] * 4, **NANO),

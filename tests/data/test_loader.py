@@ -133,8 +133,8 @@ def test_rows_are_filled_and_the_smallest_that_holds_them_is_taken():
     assert take([], rows) == ([], rows[0])
 
 
-def test_no_row_is_over_its_size_and_all_but_the_last_of_an_epoch_are_full(manifest):
-    batches = epochs(make_loader(config(manifest), 0, 0, 1), 4)
+def test_no_row_is_over_its_size_and_all_but_the_last_of_an_epoch_are_full(tmp_path):
+    batches = epochs(make_loader(config(speech_manifest(tmp_path, 41)), 0, 0, 1), 4)
     assert {len(batch["tokens_T"]) for batch in batches} == {40, 100}
     for batch, following in itertools.pairwise(batches):
         assert batch["fill"] <= 1

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.ssd import ssd
+from kernels.ssd import ssd, ssd_with_state
 from kernels.ssd import triton as module
 from tests.interpreter.memory import sparse
 from tests.kernels.test_ssd import (
@@ -92,6 +92,20 @@ def test_other_shapes():
             y = ssd(fx, fdt, fa, fb, fc, fd, segments([20, 25]), chunk=16, implementation=implementation)
             outputs.append([t.double() for t in (y, *torch.autograd.grad(y.square().sum(), leaves))])
         assert_all_close(outputs[1], outputs[0], FP32)
+
+
+def test_heads_and_states_wider_than_the_tiles():
+    """Cut into narrower heads and several scans, with an initial and a final state."""
+    x, b, c, initial = torch.randn(20, 2, 72), torch.randn(20, 1, 130), torch.randn(20, 1, 130), torch.randn(2, 72, 130)
+    dt, a, d, probe = torch.rand(20, 2), -torch.rand(2), torch.randn(2), torch.randn(2, 72, 130)
+    outputs = []
+    for implementation, dtype in (("reference", torch.float64), ("triton", torch.float32)):
+        leaves = [t.to(dtype).requires_grad_() for t in (x, dt, a, b, c, d, initial)]
+        fx, fdt, fa, fb, fc, fd, first = leaves
+        y, last = ssd_with_state(fx, fdt, fa, fb, fc, fd, segments([20]), chunk=16, initial_state_NHS=first, implementation=implementation)
+        loss = y.square().sum() + (last * probe).sum()
+        outputs.append([t.double() for t in (y, last, *torch.autograd.grad(loss, leaves))])
+    assert_all_close(outputs[1], outputs[0], FP32)
 
 
 def test_a_document_moves_no_bit_of_its_neighbours():
