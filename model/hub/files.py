@@ -1,23 +1,106 @@
-"""Folders of safetensors: headers of all files, lazy slices of tensors, and files written tensor by tensor."""
+"""Files: configurations, lazy slices of tensors in folders of safetensors and .nemo files, and safetensors written tensor by tensor."""
 
 import json
 import math
 import struct
+import tarfile
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from omegaconf import OmegaConf
 from safetensors import safe_open
 from torch import Tensor
 
 from model.hub.family import HubError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+NEMO_CONFIG, NEMO_WEIGHTS = "model_config.yaml", "model_weights.ckpt"
+LLM_CONFIG = "llm_config.json"  # beside a SALM's config.json, which only names its language model
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Source(Protocol):
+    """Tensors on disk."""
+
+    def shapes(self) -> dict[str, list[int]]:
+        """Shape of every tensor by name."""
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Data type of every tensor by name."""
+
+    def read(self, name: str, where: Sequence[slice]) -> Tensor:
+        """A box of a tensor; only its bytes are touched."""
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Source]:
+    """The tensors of a folder or of a .nemo file, which is unpacked for as long as it is open."""
+    if path.suffix == ".nemo":
+        with tempfile.TemporaryDirectory() as folder:
+            _unpack(path, Path(folder), NEMO_WEIGHTS)
+            yield StateDict(Path(folder) / NEMO_WEIGHTS)
+    else:
+        with Folder(path) as found:
+            yield found
+
+
+def read_content(path: Path) -> dict[str, Any]:
+    """config.json of a folder (with the language model's beside a SALM's), or model_config.yaml of a .nemo file."""
+    try:
+        if path.suffix == ".nemo":
+            with tempfile.TemporaryDirectory() as folder:
+                _unpack(path, Path(folder), NEMO_CONFIG)
+                content: Any = OmegaConf.to_container(OmegaConf.load(Path(folder) / NEMO_CONFIG), resolve=True)
+        else:
+            content = beside(path, json.loads((path / "config.json").read_text()))
+    except (OSError, tarfile.TarError, json.JSONDecodeError) as error:
+        raise HubError(f"the configuration of {path} cannot be read ({error}); give the folder of a published checkpoint or a .nemo file") \
+            from error
+    return content
+
+
+def beside(path: Path, content: dict[str, Any]) -> dict[str, Any]:
+    """`content`, and if it is a SALM's, the language model's configuration: from the folder, or from the one that pretrained_llm names."""
+    if "perception" not in content:
+        return content
+    places = (path / LLM_CONFIG, Path(str(content.get("pretrained_llm"))) / "config.json")
+    found = next((place for place in places if place.exists()), None)
+    return content if found is None else content | {"llm": json.loads(found.read_text())}
+
+
+def _unpack(path: Path, folder: Path, name: str) -> None:
+    """One member of a .nemo file, which is a tar archive, compressed or not."""
+    with tarfile.open(path) as archive:
+        member = next((m for m in archive if Path(m.name).name == name), None)
+        if member is None:
+            raise HubError(f"{path} holds no {name}; give a file that NeMo saved")
+        member.name = name
+        archive.extract(member, folder, filter="data")
+
+
+class StateDict:
+    """The tensors of a file that torch.save wrote, mapped into memory."""
+
+    def __init__(self, path: Path):
+        self._tensors: dict[str, Tensor] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
+    def shapes(self) -> dict[str, list[int]]:
+        """Shape of every tensor by name."""
+        return {name: list(t.shape) for name, t in self._tensors.items()}
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Data type of every tensor by name."""
+        return {name: t.dtype for name, t in self._tensors.items()}
+
+    def read(self, name: str, where: Sequence[slice]) -> Tensor:
+        """A box of a tensor; only its bytes are touched."""
+        return self._tensors[name][tuple(where)]
 
 
 class Folder:

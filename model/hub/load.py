@@ -1,6 +1,5 @@
 """Reads a published checkpoint into sharded parameters, each rank its own bytes alone."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +10,8 @@ from torch import Tensor
 
 from configs.schema import ModelConfig
 from model.hub.families import family_of
-from model.hub.family import Entry, Family, HubError, choose_variant, compare
-from model.hub.files import Folder
+from model.hub.family import Entry, Family, choose_variant, compare
+from model.hub.files import Source, opened, read_content
 from model.hub.rows import Block
 from model.params import P
 from parallel import sharding
@@ -32,11 +31,8 @@ class Loaded:
 
 
 def read_config(path: Path) -> tuple[Family, ModelConfig]:
-    """Family and configuration of a folder."""
-    try:
-        content = json.loads((path / "config.json").read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise HubError(f"{path / 'config.json'} cannot be read ({error}); give the folder of a published checkpoint") from error
+    """Family and configuration of a folder or a .nemo file."""
+    content = read_content(path)
     family = family_of(content)
     return family, family.read(content)
 
@@ -44,12 +40,13 @@ def read_config(path: Path) -> tuple[Family, ModelConfig]:
 def load(path: Path, mesh: Mesh, cfg: ModelConfig | None = None) -> Loaded:
     """The checkpoint as fp32 parameters sharded over `mesh`.
 
+    :param path: a Hugging Face folder, one of NeMo's SALM, or a .nemo file
     :param cfg: the model to fill, where it differs from the checkpoint's own configuration in what no tensor of it shows
     :raises HubError: with everything that does not fit
     """
     family, own = read_config(path)
     cfg = own if cfg is None else cfg
-    with Folder(path) as folder:
+    with opened(path) as folder:
         found = choose_variant(family, cfg, folder.shapes())
         notes = compare(family, cfg, found, folder.shapes())
         tensors = {entry.path: _place(entry.p, read_box(folder, entry, sharding.local_box(entry.p, mesh)), mesh) for entry in found}
@@ -61,7 +58,7 @@ def _place(p: P, local: Tensor, mesh: Mesh) -> Any:
     return local if p.kind == "buffer" else sharding.from_local(p, local, mesh)
 
 
-def read_box(folder: Folder, entry: Entry, box: Box) -> Tensor:
+def read_box(folder: Source, entry: Entry, box: Box) -> Tensor:
     """Part of one of our tensors in fp32; zeros where it has no foreign counterpart."""
     out = torch.zeros([length for _, length in box], dtype=torch.float32)
     for block in entry.blocks:
@@ -70,7 +67,7 @@ def read_box(folder: Folder, entry: Entry, box: Box) -> Tensor:
     return out
 
 
-def _overlaps(folder: Folder, block: Block, box: Box) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+def _overlaps(folder: Source, block: Block, box: Box) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
     """Where in the box a foreign tensor lies, and that part of it; nothing if it lies outside."""
     starts = [max(a, b) for (a, _), b in zip(box, block.start, strict=True)]
     ends = [min(a + n, b + m) for (a, n), b, m in zip(box, block.start, block.size, strict=True)]

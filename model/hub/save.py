@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from configs.schema import ModelConfig
-from model.hub.family import Entry, Family, HubError, entries
-from model.hub.files import Folder, Writer
+from model.hub.family import Entry, Family, HubError, choose_variant, entries
+from model.hub.files import LLM_CONFIG, Writer, opened, read_content
 from model.hub.rows import Block
 from model.params import P
 
@@ -26,19 +26,18 @@ def save(out: Path, family: Family, cfg: ModelConfig, fetch: Fetch, *, like: Pat
     """config.json, safetensors with an index where there are several, generation config and tokenizer files.
 
     :param fetch: called for every tensor in the same order on all ranks, so that it may gather
-    :param like: a folder of the same family: its config.json is kept but for what has changed, each tensor gets the type that it has
-        there, and its tokenizer and generation config are copied
+    :param like: a folder of the same family: its config.json is kept but for what has changed, each tensor gets the name and the type that
+        it has there, and its tokenizer and generation config are copied
     :param more: keys of config.json that no formula of ours knows, like those of special tokens
     :param dtype: type of the tensors that `like` does not tell
     :param writes: whether this rank writes; the others only take part in `fetch`
     """
-    found = list(entries(family.variants[0], cfg, family.part))
-    dtypes = _dtypes(like)
+    found, dtypes = _layout(family, cfg, like)
     plan = {b.name: (dtypes.get(b.name, torch.float32 if e.p.kind == "buffer" else dtype), b.shape) for e in found for b in e.blocks}
     writer = None
     if writes:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "config.json").write_text(json.dumps(_config(family, cfg, like, dtype) | dict(more or {}), indent=2) + "\n")
+        _write_config(out, _config(family, cfg, like, dtype) | dict(more or {}))
         _copy(like, out)
         writer = Writer(out, plan, limit_bytes)
     for entry in found:
@@ -64,20 +63,29 @@ def _check_finite(entry: Entry, full: Tensor) -> None:
         raise HubError(f"{entry.path} has values that are not finite; export an earlier checkpoint")
 
 
-def _dtypes(like: Path | None) -> Mapping[str, torch.dtype]:
+def _layout(family: Family, cfg: ModelConfig, like: Path | None) -> tuple[list[Entry], Mapping[str, torch.dtype]]:
+    """The entries to write, and the types of tensors that are known."""
     if like is None:
-        return {}
-    with Folder(like) as folder:
-        return folder.dtypes()
+        return list(entries(family.variants[0], cfg, family.part)), {}
+    with opened(like) as folder:
+        return choose_variant(family, cfg, folder.shapes()), folder.dtypes()
 
 
 def _config(family: Family, cfg: ModelConfig, like: Path | None, dtype: torch.dtype) -> dict[str, Any]:
     """The family's keys over those of `like`."""
-    base: dict[str, Any] = json.loads((like / "config.json").read_text()) if like is not None else {}
-    if not base:  # a family's default padding token may lie outside this vocabulary
+    if like is None:  # a family's default padding token may lie outside this vocabulary
         return {"architectures": [family.architecture], "torch_dtype": str(dtype).removeprefix("torch."), "pad_token_id": None,
                 **family.write(cfg)}
+    base = read_content(like)
     return base if family.read(base) == cfg else base | family.write(cfg)
+
+
+def _write_config(out: Path, content: dict[str, Any]) -> None:
+    """config.json; of a SALM the language model's beside it."""
+    llm = content.pop("llm", None)
+    for name, part in (("config.json", content), (LLM_CONFIG, llm)):
+        if part is not None:
+            (out / name).write_text(json.dumps(part, indent=2) + "\n")
 
 
 def _copy(like: Path | None, out: Path) -> None:

@@ -1,0 +1,135 @@
+"""What the command line does with checkpoints, one tensor in memory at a time."""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from configs.schema import ModelConfig
+from model import lora
+from model.hub.families import FAMILIES
+from model.hub.family import Entry, Family, HubError, choose_variant, compare
+from model.hub.files import opened
+from model.hub.load import read_box, read_config
+from model.hub.save import Fetch, save
+from model.params import P
+
+
+def inspect(path: Path) -> dict[str, Any]:
+    """Prints the family, our configuration and what is left out; raises HubError if it cannot be loaded."""
+    family, cfg = read_config(path)
+    print(f"{family.name} ({family.model_type})")
+    print(OmegaConf.to_yaml(OmegaConf.create({"model": asdict(cfg)})).rstrip())
+    with opened(path) as source:
+        found = choose_variant(family, cfg, source.shapes())
+        notes = compare(family, cfg, found, source.shapes())
+        types = sorted({str(dtype).removeprefix("torch.") for dtype in source.dtypes().values()})
+    print(*notes, sep="\n")
+    return {"family": family.model_type, "parameters": sum(math.prod(e.p.shape) for e in found if e.p.kind == "param"),
+            "tensors": sum(len(e.blocks) for e in found), "types": types, "left_out": notes}
+
+
+def convert(path: Path, out: Path, like: Path | None, kind: str | None, dtype: torch.dtype, limit_bytes: int) -> dict[str, Any]:
+    """Writes `out` from a run's newest checkpoint, one checkpoint, or a published folder (which it is then like)."""
+    checkpoint = newest_checkpoint(path)
+    if checkpoint is None:
+        family, cfg = read_config(path)
+        with _reader(path) as fetch:
+            save(out, family, cfg, fetch, like=like or path, dtype=dtype, limit_bytes=limit_bytes)
+    else:
+        cfg = stored_config(checkpoint)
+        family = _family_to_write(like, kind)
+        save(out, family, cfg, from_checkpoint(checkpoint, cfg), like=like, dtype=dtype, limit_bytes=limit_bytes)
+    return {"family": family.model_type, "out": str(out), "files": len(list(out.glob("*.safetensors")))}
+
+
+def verify(path: Path, other: Path | None) -> dict[str, Any]:
+    """Prints and counts the tensors that are not finite, and those that are other numbers in `other` (of any family with our layers)."""
+    not_finite, different = [], []
+    with _reader(path) as fetch, _reader(other or path) as fetch_other:
+        found = list(_entries(path))
+        for entry in found:
+            tensor = fetch(entry.path, entry.p)
+            if not tensor.isfinite().all():
+                not_finite.append(entry.path)
+            if other is not None and not torch.equal(tensor, fetch_other(entry.path, entry.p)):
+                different.append(entry.path)
+    for name, paths in (("not finite", not_finite), ("different", different)):
+        print(*(f"{name}: {p}" for p in paths), sep="\n")
+    return {"tensors": len(found), "not_finite": len(not_finite), "different": len(different)}
+
+
+def _entries(path: Path) -> list[Entry]:
+    family, cfg = read_config(path)
+    with opened(path) as source:
+        found = choose_variant(family, cfg, source.shapes())
+        compare(family, cfg, found, source.shapes())
+    return found
+
+
+@contextmanager
+def _reader(path: Path) -> Iterator[Fetch]:
+    """Reads whole tensors of a published checkpoint by our paths."""
+    found = {entry.path: entry for entry in _entries(path)}
+    with opened(path) as source:
+        def fetch(name: str, p: P) -> Tensor:
+            if name not in found or found[name].p.shape != p.shape:
+                raise HubError(f"{path} has no {name} of shape {list(p.shape)}; it is another model")
+            return read_box(source, found[name], [(0, n) for n in p.shape])
+
+        yield fetch
+
+
+def newest_checkpoint(path: Path) -> Path | None:
+    """The newest checkpoint of a run, or the path itself if it is one."""
+    if (path / "meta.json").exists():
+        return path
+    return max((meta.parent for meta in path.glob("checkpoints/step_*/meta.json")), default=None)
+
+
+def stored_config(checkpoint: Path) -> ModelConfig:
+    """The model that a checkpoint holds."""
+    content = json.loads((checkpoint / "meta.json").read_text())["config"]["model"]
+    found: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), content))
+    return found
+
+
+def _family_to_write(like: Path | None, kind: str | None) -> Family:
+    if like is not None:
+        return read_config(like)[0]
+    if kind not in FAMILIES:
+        raise HubError(f"a run can be written as any of {', '.join(FAMILIES)}: name one with --family, or a published folder with --like")
+    return FAMILIES[kind]
+
+
+def from_checkpoint(checkpoint: Path, cfg: ModelConfig) -> Fetch:
+    """Reads whole tensors of a run's checkpoint, adapters added to their matrices."""
+    sizes = {name: getattr(m, "size", None) for name, m in dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata.items()}
+
+    def read(name: str) -> Tensor:
+        size = sizes.get(name)
+        if size is None:
+            raise HubError(f"{checkpoint} holds no {name}; it is of another model")
+        tensors = {name: torch.zeros(size)}
+        dcp.load(tensors, checkpoint_id=checkpoint)
+        return tensors[name]
+
+    return _merging(read, sizes, cfg)
+
+
+def _merging(read: Callable[[str], Tensor], sizes: dict[str, Any], cfg: ModelConfig) -> Fetch:
+    def fetch(path: str, p: P) -> Tensor:
+        tensor = read(f"{'buffers' if p.kind == 'buffer' else 'params'}.{path}")
+        prefix = f"params.{path}{lora.SUFFIX}."
+        adapter = {name.removeprefix(prefix): read(name) for name in sizes if name.startswith(prefix)}
+        return lora.merged(tensor, adapter, lora.scale(adapter["a"].shape[-2], cfg.lora)) if adapter else tensor
+
+    return fetch

@@ -1,0 +1,125 @@
+"""NeMo's files: a recogniser's encoder out of a .nemo archive, and SALM with its embedding in each of its places."""
+
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from configs.schema import ModelConfig
+from model.hub.family import HubError
+from model.hub.load import load
+from model.hub.save import save
+from model.params import P
+from tests.goldens import perception
+from tests.model.hub.test_rows import model, written
+from tests.parity.results import single_mesh
+
+CONFIG: dict[str, Any] = {"preprocessor": perception.facts()["preprocessor"], "encoder": perception.facts()["encoder"]}
+OTHERS = {"preprocessor.featurizer.window": torch.zeros(400), "preprocessor.featurizer.fb": torch.zeros(1, 128, 257),
+          "encoder.layers.0.conv.batch_norm.num_batches_tracked": torch.tensor(5), "transf_decoder.layer": torch.zeros(2)}
+
+
+def recogniser() -> dict[str, Tensor]:
+    """The golden encoder's state dict as a recogniser holds it."""
+    weights = {name.removeprefix("weights."): t for name, t in perception.tensors().items() if name.startswith("weights.")}
+    return {f"encoder.{name}": t for name, t in weights.items()} | OTHERS
+
+
+def archive(folder: Path, mode: Any = "w", config: dict[str, Any] = CONFIG) -> Path:
+    """A .nemo file."""
+    OmegaConf.save(config, folder / "model_config.yaml")
+    torch.save(recogniser(), folder / "model_weights.ckpt")
+    with tarfile.open(folder / "x.nemo", mode) as tar:
+        for name in ("model_config.yaml", "model_weights.ckpt"):
+            tar.add(folder / name, f"./{name}")
+    return folder / "x.nemo"
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz"])
+def test_encoder_of_an_archive(mode, tmp_path):
+    loaded = load(archive(tmp_path, mode), single_mesh())
+    assert loaded.cfg.encoder == perception.ENCODER
+    assert len(loaded.tensors) == sum(name.startswith("weights.") and "tracked" not in name for name in perception.tensors())
+    for path, t in loaded.tensors.items():
+        expected = perception.tensors()[f"weights.{perception.theirs(path.removeprefix('encoder.'))}"]
+        assert torch.equal(t if isinstance(t, Tensor) and not hasattr(t, "full_tensor") else t.full_tensor(), expected), path
+    assert [note.rpartition(": ")[2] for note in loaded.notes] == [
+        "the front end computes its window and filters, in fp32", "the momentum of the running statistics is a constant",
+        "only the encoder of a recogniser is taken"]
+
+
+@pytest.mark.parametrize("section, changes, words", [
+    ("encoder", dict(subsampling="striding", att_context_size=[70, 1]), r"subsampling='striding' .*att_context_size=\[70, 1\]"),
+    ("preprocessor", dict(normalize="NA"), "normalize='NA'"), ("encoder", dict(d_model=None), "lacks d_model")])
+def test_other_recognisers_are_refused(section, changes, words, tmp_path):
+    with pytest.raises(HubError, match=words):
+        load(archive(tmp_path, config=CONFIG | {section: CONFIG[section] | changes}), single_mesh())
+
+
+def test_archives_that_are_none(tmp_path):
+    (tmp_path / "y.nemo").write_text("no archive")
+    with pytest.raises(HubError, match=r"configuration of .*y.nemo cannot be read"):
+        load(tmp_path / "y.nemo", single_mesh())
+    with tarfile.open(tmp_path / "z.nemo", "w"):
+        pass
+    with pytest.raises(HubError, match=r"holds no model_config.yaml"):
+        load(tmp_path / "z.nemo", single_mesh())
+
+
+def salm(folder: Path, place: str) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """A canary-qwen folder: golden encoder, random projection, random Qwen 3, its embedding in one of the places; and what it holds."""
+    cfg = model("qwen3", tie_embeddings=True)
+    ours = written("qwen3", folder / "llm", tie_embeddings=True)
+    llm = {f"llm.{name}": t for name, t in load_file(folder / "llm" / "model.safetensors").items()}
+    llm[place] = llm.pop("llm.model.embed_tokens.weight")
+    projection = {"projector.weight": torch.randn(12, 64), "projector.bias": torch.randn(12)}
+    theirs = {name.replace("projector", "perception.proj"): t for name, t in projection.items()}
+    speech = {f"perception.{name}": t for name, t in recogniser().items() if not name.startswith("transf_decoder")}
+    save_file({**llm, **theirs, **speech}, folder / "model.safetensors")
+    content = {"pretrained_llm": "Qwen/Qwen3-1.7B", "pretrained_asr": "nvidia/canary-1b-flash",
+               "perception": {**CONFIG, "output_dim": 12, "modality_adapter": {"_target_": "nemo.x.IdentityConnector"}}}
+    (folder / "config.json").write_text(json.dumps(content))
+    encoder = {f"encoder.{name}": t for name, t in perception.tensors().items()}
+    return ModelConfig(encoder=perception.ENCODER, decoder=cfg.decoder), ours | projection | encoder
+
+
+@pytest.mark.parametrize("place", ["llm.model.embed_tokens.weight", "embed_tokens.weight", "llm.lm_head.weight"])
+def test_salm_with_its_embedding_anywhere(place, tmp_path):
+    expected, ours = salm(tmp_path, place)
+    (tmp_path / "llm_config.json").write_text((tmp_path / "llm" / "config.json").read_text())
+    loaded = load(tmp_path, single_mesh())
+    assert loaded.cfg == expected
+
+    def whole(path: str, p: P) -> Tensor:
+        t: Any = loaded.tensors[path]
+        return t if p.kind == "buffer" else t.full_tensor()
+
+    for path in loaded.tensors:
+        t: Any = loaded.tensors[path]
+        wanted = ours.get(path)
+        if wanted is None:
+            wanted = ours[f"encoder.weights.{perception.theirs(path.removeprefix('encoder.'))}"]
+        assert torch.equal(t.full_tensor() if hasattr(t, "full_tensor") else t, wanted), path
+    save(tmp_path / "out", loaded.family, loaded.cfg, whole, like=tmp_path)
+    before, after = load_file(tmp_path / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    dropped = {f"perception.{name}" for name in OTHERS}
+    assert after.keys() == before.keys() - dropped
+    assert all(torch.equal(after[name], before[name]) and after[name].dtype == before[name].dtype for name in after)
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == json.loads((tmp_path / "config.json").read_text())
+    again = load(tmp_path / "out", single_mesh())
+    assert again.cfg == expected
+
+
+def test_the_language_model_of_a_salm_must_be_described(tmp_path):
+    salm(tmp_path, "embed_tokens.weight")
+    with pytest.raises(HubError, match=r"Qwen/Qwen3-1.7B without describing it: put its config.json beside as llm_config.json"):
+        load(tmp_path, single_mesh())
+    content = json.loads((tmp_path / "config.json").read_text()) | {"pretrained_llm": str(tmp_path / "llm")}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert load(tmp_path, single_mesh()).family.name == "SALM with Qwen 3"

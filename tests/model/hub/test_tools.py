@@ -1,0 +1,115 @@
+"""The command line: inspect, convert (folders, runs, adapters), verify, counts."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from configs.schema import Config, LoraConfig
+from model import lora, params, speech_lm
+from model.hub.__main__ import run
+from model.hub.counts import count
+from model.hub.family import HubError
+from model.hub.load import load
+from tests.model.hub.test_rows import model, written
+from tests.parity.results import single_mesh
+from training import checkpoint, config
+from training.state import init_state
+
+
+def test_inspect_tells_family_configuration_and_what_is_left_out(tmp_path, capsys):
+    written("qwen3_moe", tmp_path)
+    result = run(["inspect", str(tmp_path)])
+    spec = speech_lm.model_spec(model("qwen3_moe"))
+    assert result == {"family": "qwen3_moe", "parameters": params.count(spec), "tensors": 35, "types": ["bfloat16"], "left_out": []}
+    printed = capsys.readouterr().out
+    assert "Qwen 3 with experts (qwen3_moe)" in printed
+    assert "pattern: '*E*-'" in printed or "pattern: \"*E*-\"" in printed
+
+
+def test_convert_rewrites_a_folder_in_other_files(tmp_path):
+    written("llama", tmp_path / "a")
+    result = run(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--limit", "0.000001"])
+    assert result == {"family": "llama", "out": str(tmp_path / "b"), "files": 5}
+    assert run(["verify", str(tmp_path / "a"), str(tmp_path / "b")]) == {"tensors": 31, "not_finite": 0, "different": 0}
+
+
+def test_verify_finds_what_differs_and_what_is_not_finite(tmp_path, capsys):
+    for name in ("a", "b"):
+        torch.manual_seed(0)
+        written("llama", tmp_path / name)
+    tensors = load_file(tmp_path / "b" / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][2, 3] += 1
+    tensors["model.norm.weight"][1] = torch.inf
+    save_file(tensors, tmp_path / "b" / "model.safetensors")
+    assert run(["verify", str(tmp_path / "b"), str(tmp_path / "a")]) == {"tensors": 31, "not_finite": 1, "different": 2}
+    printed = capsys.readouterr().out
+    assert "not finite: decoder.head.norm" in printed
+    assert "different: decoder.layers.3.up" in printed
+    written("llama", tmp_path / "c", d_model=8)
+    with pytest.raises(HubError, match=r"has no decoder.embedding.weight of shape \[10, 12\]; it is another model"):
+        run(["verify", str(tmp_path / "a"), str(tmp_path / "c")])
+
+
+@pytest.fixture(params=[0, 2], ids=["whole", "adapters"])
+def trained(request: Any, tmp_path: Path) -> tuple[Path, Config, dict[str, Any]]:
+    """A run's folder with a checkpoint, and its tensors."""
+    cfg = Config(model=model("llama"), run_dir=str(tmp_path / "run"))
+    cfg.train.ctc_weight = 0
+    cfg.model.lora = LoraConfig(rank=request.param, dora=True)
+    mesh = single_mesh()
+    state = init_state(speech_lm.spec(cfg), 3, mesh)
+    for name, w in state.params.items():
+        if name.endswith("_lora.b") or name.endswith("magnitude"):
+            w.to_local().normal_()
+    content = config.to_dict(replace(cfg, data=replace(cfg.data, manifest="", tokenizer="")))
+    checkpoint.save(tmp_path / "run", state, None, mesh, 1, content)
+    return tmp_path / "run", cfg, {name: w.full_tensor() for name, w in state.params.items()}
+
+
+def test_convert_writes_a_run_with_its_adapters_merged(trained, tmp_path):
+    folder, cfg, tensors = trained
+    assert run(["convert", str(folder), str(tmp_path / "out"), "--family", "llama", "--dtype", "fp32"])["files"] == 1
+    loaded = load(tmp_path / "out", single_mesh())
+    expected = lora.merge(tensors, cfg.model.lora)
+    assert loaded.tensors.keys() == expected.keys()
+    assert all(torch.equal(t.full_tensor(), expected[path]) for path, t in loaded.tensors.items())
+    with pytest.raises(HubError, match=r"name one with --family, or a published folder with --like"):
+        run(["convert", str(folder), str(tmp_path / "other")])
+    assert run(["convert", str(folder), str(tmp_path / "again"), "--like", str(tmp_path / "out")])["family"] == "llama"
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
+
+
+def test_counts_are_the_published_ones(capsys):
+    assert run(["counts"]) == {"families": 7, "models": 10, "mismatched": []}
+    assert "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B: 31,577,937,344 parameters" in capsys.readouterr().out
+
+
+OWNERS = {"nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B": "NemotronHForCausalLM", "Qwen/Qwen3-30B-A3B": "Qwen3MoeForCausalLM",
+          "meta-llama/Llama-3.2-1B": "LlamaForCausalLM", "zai-org/GLM-ASR-Nano-2512": "GlmAsrForConditionalGeneration"}
+
+
+@pytest.mark.parity
+def test_counts_are_those_of_the_owners_classes():
+    """On fake tensors, in a process where torch.empty is not the poisoned one, which would fill 30 billion numbers."""
+    pytest.importorskip("transformers")
+    root = Path(__file__).parents[3]
+    code = f"""
+import json, torch
+from tests.parity.report import quiet_transformers
+transformers, published = quiet_transformers(), json.load(open("model/hub/published.json"))
+with torch.device("meta"):
+    models = {{name: getattr(transformers, kind)._from_config(transformers.AutoConfig.for_model(**published[name]["config"]))
+              for name, kind in {OWNERS}.items()}}
+print(json.dumps({{name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    published = json.loads((root / "model/hub/published.json").read_text())
+    assert json.loads(done.stdout.splitlines()[-1]) == {name: count(published[name]["config"]) for name in OWNERS}
