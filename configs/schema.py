@@ -115,6 +115,8 @@ class ModelConfig:
     encoder: EncoderConfig | None = field(default_factory=EncoderConfig)  # speech encoder; null: a language model alone
     projector: ProjectorConfig = field(default_factory=ProjectorConfig)  # what joins encoder and language model
     decoder: DecoderConfig = field(default_factory=DecoderConfig)  # language model
+    pretrained: str | None = None  # published folder to start from; its sizes replace the ones above, the command line's go over both
+    pretrained_encoder: str | None = None  # another one, or NeMo's .nemo file, of which only the encoder is taken
     lora: LoraConfig = field(default_factory=LoraConfig)  # low-rank updates
     freeze_params: list[str] = field(default_factory=list)  # regular expressions at the start of a path: what is not trained
     prevent_freeze_params: list[str] = field(default_factory=list)  # exceptions from these: what is trained all the same

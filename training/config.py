@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from configs.schema import Config
+from model.hub.family import HubError
+from model.hub.load import read_config
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
+
+
+PARTS = ("encoder", "projector", "decoder")
+# what the tensors of a published model say nothing about, and its configuration therefore does not decide
+TRAINING_KEYS = ("bias_update_rate", "freeze_batch_norm", "init_std", "vocab_multiple")
 
 
 class ConfigError(ValueError):
@@ -26,6 +34,7 @@ def load(overrides: Sequence[str]) -> tuple[Config, list[str]]:
     :raises ConfigError: unknown key, wrong type, misplaced experiment file, malformed override.
     """
     cfg = composed(overrides)
+    with_pretrained(cfg, overrides)
     try:
         OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.to_container(cfg))  # Hydra's + adds keys that the schema lacks
     except ConfigKeyError as error:
@@ -36,6 +45,28 @@ def load(overrides: Sequence[str]) -> tuple[Config, list[str]]:
         OmegaConf.update(cfg, key, "")
     result: Any = OmegaConf.to_object(cfg)
     return result, [f"{key} must be given: add {key}=... to the command" for key in missing]
+
+
+def with_pretrained(cfg: DictConfig, overrides: Sequence[str]) -> None:
+    """Puts the sizes of the published models that `cfg` starts from into it, under what the command line says.
+
+    :raises ConfigError: a folder that is none, or of a model that is not served
+    """
+    typed = [o for o in overrides if o.startswith(tuple(f"model.{part}" for part in PARTS))]
+    for key, wanted in (("pretrained", PARTS), ("pretrained_encoder", PARTS[:1])):
+        path = None if OmegaConf.is_missing(cfg.model, key) else cfg.model[key]
+        if path is None:
+            continue
+        try:
+            family, found = read_config(Path(path))
+        except HubError as error:
+            raise ConfigError(f"model.{key}={path}: {error}") from error
+        for part in wanted:
+            if any(prefix.startswith(part) for prefix in family.part):
+                values = {name: value for name, value in asdict(getattr(found, part)).items() if name not in TRAINING_KEYS}
+                OmegaConf.update(cfg, f"model.{part}", values, merge=True)
+    if typed:
+        cfg.merge_with(OmegaConf.from_dotlist(typed))
 
 
 def composed(overrides: Sequence[str]) -> DictConfig:

@@ -18,6 +18,8 @@ from data.sources import validation_names
 from data.tokenizer import Tokenizer
 from kernels.linear import use_libraries
 from model import speech_lm
+from model.hub.family import HubError
+from model.hub.load import load
 from parallel.collectives import any_rank, host_group, sum_over_ranks
 from parallel.mesh import Mesh
 from training import checkpoint, evaluation, optimizer
@@ -73,9 +75,10 @@ class Run:
 
     def __init__(self, cfg: Config, mesh: Mesh, tokenizer: Tokenizer, open_telemetry: Callable[[int], Telemetry]):
         self.cfg, self.mesh, self.tokenizer, self.run_dir = cfg, mesh, tokenizer, Path(cfg.run_dir)
-        self.state, self.position, notes = resume(cfg, init_state(speech_lm.spec(cfg), cfg.seed, mesh, state_dtype(cfg)), mesh)
+        known, told = ({}, []) if checkpoint_to_resume(cfg) else pretrained(cfg, mesh)
+        self.state, self.position, notes = resume(cfg, init_state(speech_lm.spec(cfg), cfg.seed, mesh, state_dtype(cfg), known), mesh)
         self.telemetry = open_telemetry(self.state.step)
-        for note in notes:
+        for note in told + notes:
             self.telemetry.note(note)
         self.loader = make_loader(cfg.data, cfg.seed, mesh.dp_rank, mesh.dp, self.position, cfg.train.accumulate)
         self.engine = make_engine(cfg, mesh)
@@ -207,9 +210,29 @@ class Run:
             self.decode()
 
 
+def pretrained(cfg: Config, mesh: Mesh) -> tuple[dict[str, Any], list[str]]:
+    """Tensors of the published models that a run starts from, by dotted path, and what to tell the user about them."""
+    tensors: dict[str, Any] = {}
+    notes = []
+    for path, part in ((cfg.model.pretrained, ("",)), (cfg.model.pretrained_encoder, ("encoder.",))):
+        if path is not None:
+            try:
+                loaded = load(Path(path), mesh, cfg.model, state_dtype(cfg), part)
+            except HubError as error:
+                raise RunError(f"{path}: {error}") from error
+            tensors |= loaded.tensors
+            notes += [f"starting from {path}: {loaded.family.name}, {len(loaded.tensors)} tensors", *loaded.notes]
+    return tensors, notes
+
+
+def checkpoint_to_resume(cfg: Config) -> Path | None:
+    """The checkpoint that a run goes on from."""
+    return {"auto": checkpoint.newest(Path(cfg.run_dir)), "never": None}.get(cfg.train.resume, Path(cfg.train.resume))
+
+
 def resume(cfg: Config, state: State, mesh: Mesh) -> tuple[State, Any, list[str]]:
     """The state to start from, this rank's position in the data, and what to tell the user about it."""
-    path = {"auto": checkpoint.newest(Path(cfg.run_dir)), "never": None}.get(cfg.train.resume, Path(cfg.train.resume))
+    path = checkpoint_to_resume(cfg)
     if path is None:
         return state, None, []
     state, meta = checkpoint.load(path, state, mesh)

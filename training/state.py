@@ -1,5 +1,6 @@
 """What a training step changes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,9 +33,9 @@ class State:
         return {name: shard.requires_grad_(name in self.first) for name, shard in sharding.local(self.params).items()} | self.buffers
 
 
-def init_state(spec: Tree, seed: int, mesh: Mesh, dtype: torch.dtype = torch.float32) -> State:
-    """Freshly drawn parameters (in fp32, then stored in `dtype`), and zero moments of those that are trained, sharded."""
-    weights, buffers = params.split_kinds(spec, sharding.init_sharded(spec, seed, mesh, dtype))
+def init_state(spec: Tree, seed: int, mesh: Mesh, dtype: torch.dtype = torch.float32, known: Mapping[str, Any] | None = None) -> State:
+    """Parameters, freshly drawn (in fp32, then stored in `dtype`) where not `known`, and zero moments of the trained ones, all sharded."""
+    weights, buffers = params.split_kinds(spec, sharding.init_sharded(spec, seed, mesh, dtype, known))
     trained = {name for name, p in params.named_leaves(spec) if p.trained}
     zeros = [{name: torch.zeros_like(w) for name, w in weights.items() if name in trained} for _ in range(2)]
     return State(0, weights, buffers, *zeros)

@@ -37,11 +37,13 @@ def read_config(path: Path) -> tuple[Family, ModelConfig]:
     return family, family.read(content)
 
 
-def load(path: Path, mesh: Mesh, cfg: ModelConfig | None = None) -> Loaded:
-    """The checkpoint as fp32 parameters sharded over `mesh`.
+def load(path: Path, mesh: Mesh, cfg: ModelConfig | None = None, dtype: torch.dtype = torch.float32,
+         part: tuple[str, ...] = ("",)) -> Loaded:
+    """The checkpoint as parameters of `dtype` (fp32 or wider) sharded over `mesh`.
 
     :param path: a Hugging Face folder, one of NeMo's SALM, or a .nemo file
     :param cfg: the model to fill, where it differs from the checkpoint's own configuration in what no tensor of it shows
+    :param part: prefixes of our paths to take; the rest is only checked
     :raises HubError: with everything that does not fit
     """
     family, own = read_config(path)
@@ -49,7 +51,8 @@ def load(path: Path, mesh: Mesh, cfg: ModelConfig | None = None) -> Loaded:
     with opened(path) as folder:
         found = choose_variant(family, cfg, folder.shapes())
         notes = compare(family, cfg, found, folder.shapes())
-        tensors = {entry.path: _place(entry.p, read_box(folder, entry, sharding.local_box(entry.p, mesh)), mesh) for entry in found}
+        tensors = {entry.path: _place(entry.p, read_box(folder, entry, sharding.local_box(entry.p, mesh)).to(dtype), mesh)
+                   for entry in found if entry.path.startswith(part)}
     return Loaded(family, cfg, tensors, notes)
 
 

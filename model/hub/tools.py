@@ -46,6 +46,8 @@ def convert(path: Path, out: Path, like: Path | None, kind: str | None, dtype: t
             save(out, family, cfg, fetch, like=like or path, dtype=dtype, limit_bytes=limit_bytes)
     else:
         cfg = stored_config(checkpoint)
+        if like is None and kind is None and cfg.pretrained is not None and Path(cfg.pretrained).exists():
+            like = Path(cfg.pretrained)
         family = _family_to_write(like, kind)
         save(out, family, cfg, from_checkpoint(checkpoint, cfg), like=like, dtype=dtype, limit_bytes=limit_bytes)
     return {"family": family.model_type, "out": str(out), "files": len(list(out.glob("*.safetensors")))}

@@ -1,0 +1,82 @@
+"""A run that starts from published folders: their sizes, their tensors, and back into a folder that they can be compared with."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data.tokenizer import load_tokenizer
+from model import speech_lm
+from model.hub.__main__ import run
+from parallel.mesh import make_mesh, start_processes
+from tests.dist.first_worker import rows
+from tests.goldens import perception
+from tests.model.hub.test_nemo import archive
+from tests.model.hub.test_rows import written
+from training import checkpoint, config, loop
+from training.config import ConfigError
+from training.state import State, init_state
+from training.step import make_engine, make_step
+
+ROW = "{tokens: 256, audio_frames: 176, utterances: 6, utterance_frames: 32, label_tokens: 16}"
+SMALL = ["+experiment=digits", "compile.enabled=false", f"data.rows=[{ROW}]", "train.ctc_weight=0", "model.decoder.bias_update_rate=0.01"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A language model with room for the demo's tokens, and a recogniser."""
+    folder = tmp_path_factory.mktemp("published")
+    vocab = load_tokenizer(config.load(["+experiment=digits"])[0].data).vocab_size
+    written("qwen3_moe", folder, vocab_size=vocab, router_bias=False)
+    return folder, archive(folder)
+
+
+def test_sizes_come_from_the_folders_and_the_command_line_goes_over_them(folders: tuple[Path, Path]) -> None:
+    llm, nemo = folders
+    overrides = [*SMALL[:-1], f"model.pretrained={llm}", f"model.pretrained_encoder={nemo}", "model.decoder.rope_theta=7.0"]
+    cfg, missing = config.load(overrides)
+    assert missing == []
+    assert cfg.model.encoder == perception.ENCODER
+    assert (cfg.model.decoder.pattern, cfg.model.decoder.d_model, cfg.model.decoder.rope_theta) == ("*E*-", 12, 7.0)
+    assert cfg.model.decoder.activation == "swiglu"
+    assert config.from_dict(config.to_dict(cfg)) == cfg
+
+
+def test_a_folder_that_is_none_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"^model.pretrained={tmp_path}: the configuration of .* cannot be read"):
+        config.load([*SMALL, f"model.pretrained={tmp_path}"])
+
+
+def test_a_run_starts_from_the_tensors_trains_and_goes_back(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    llm, nemo = folders
+    start_processes(torch.device("cpu"))
+    cfg, _ = config.load([*SMALL[:-1], f"model.pretrained={llm}", f"model.pretrained_encoder={nemo}", f"run_dir={tmp_path / 'run'}",
+                          "optimizer.lr=0.01", "optimizer.warmup_steps=1"])
+    mesh = make_mesh(cfg.parallel, torch.device("cpu"))
+    known, notes = loop.pretrained(cfg, mesh)
+    assert f"starting from {llm}: Qwen 3 with experts, 24 tensors" in notes
+    assert any(note.endswith("only the encoder of a recogniser is taken") for note in notes)
+    state = init_state(speech_lm.spec(cfg), cfg.seed, mesh, known=known)
+    fresh = init_state(speech_lm.spec(cfg), cfg.seed, mesh)
+    new = {name for name in state.params if torch.equal(state.params[name].full_tensor(), fresh.params[name].full_tensor())}
+    assert {"projector.weight", "projector.bias"} <= new
+    assert not {name for name in new if ".weight" in name or "experts" in name} - {"projector.weight"}
+    checkpoint.save(tmp_path / "run", state, None, mesh, 1, config.to_dict(cfg))
+    before = run(["convert", str(tmp_path / "run"), str(tmp_path / "same")])
+    assert before["family"] == "qwen3_moe"
+    assert (tmp_path / "same" / "model.safetensors").read_bytes() == (llm / "model.safetensors").read_bytes()
+    losses, after = _train(cfg, mesh, state, 3)
+    assert losses[-1] < losses[0]
+    checkpoint.save(tmp_path / "run", after, None, mesh, 1, config.to_dict(cfg))
+    run(["convert", str(tmp_path / "run"), str(tmp_path / "trained")])
+    found = run(["verify", str(tmp_path / "trained"), str(llm)])
+    assert (found["not_finite"], found["different"]) == (0, found["tensors"])
+
+
+def _train(cfg: Any, mesh: Any, state: State, steps: int) -> tuple[list[float], State]:
+    step, losses = make_step(cfg, mesh, make_engine(cfg, mesh)), []
+    for _ in range(steps):
+        state, metrics = step(state, rows(cfg, 0))
+        losses.append(metrics["loss"].item())
+    return losses, state
