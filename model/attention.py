@@ -10,6 +10,7 @@ from model.linear import linear
 from model.norm import add, residual_norms, rms_norm
 from model.params import P, Tree
 from model.rope import rotate
+from parallel import sequence, tensor
 
 
 def spec(cfg: DecoderConfig) -> Tree:
@@ -38,19 +39,19 @@ def forward(w: Tree, x_TD: Tensor, ctx: Context) -> tuple[Tensor, dict[str, Tens
 def attend(w: Tree, x_TD: Tensor, ctx: Context, window: int | None) -> tuple[Tensor, dict[str, Tensor]]:
     """The layer, where a token sees all tokens before it or the last `window`, itself included."""
     q_TNH, k_TGH, v_TGH = _heads(w, x_TD, ctx, "qkv")
-    y_TNH, _ = attention(q_TNH, k_TGH, v_TGH, ctx.cu_seqlens_U1, segments_T=ctx.segments_T, window=window)
-    return add(w, x_TD, _project(w["o"], y_TNH.flatten(1)), ctx.decoder), {}
+    return add(w, x_TD, _output(w["o"], sequence.attend(q_TNH, k_TGH, v_TGH, ctx, window), ctx), ctx.decoder), {}
 
 
 def _heads(w: Tree, x_TD: Tensor, ctx: Context, names: str) -> list[Tensor]:
-    """The heads of norm(x) that are named, of q, k and v: normed and rotated as the model wants it."""
+    """This rank's heads of norm(x) that are named, of q, k and v: normed and rotated as the model wants it."""
     cfg = ctx.decoder
-    h_TD = rms_norm(x_TD, w["norm"], cfg.norm_eps)
-    heads = [_project(w[name], h_TD).unflatten(1, (-1, cfg.head_dim)) for name in names]
+    h_TD = tensor.gather_tokens(rms_norm(x_TD, w["norm"], cfg.norm_eps), ctx)
+    heads = [_project(w[name], h_TD, cfg.n_heads if name == "q" else cfg.n_kv_heads, ctx) for name in names]
     if cfg.qk_norm:
         heads = [t if name == "v" else rms_norm(t, w[f"{name}_norm"], cfg.norm_eps) for name, t in zip(names, heads, strict=True)]
     if cfg.rope_theta is not None:
-        heads = [t if name == "v" else rotate(t, ctx.positions_T, cfg.rope_theta, cfg.rope_fraction, cfg.rope_scaling)
+        positions_T = sequence.own_slots(ctx.positions_T, ctx)
+        heads = [t if name == "v" else rotate(t, positions_T, cfg.rope_theta, cfg.rope_fraction, cfg.rope_scaling)
                  for name, t in zip(names, heads, strict=True)]
     return heads
 
@@ -83,8 +84,19 @@ def step_within(w: Tree, x_UD: Tensor, cache: dict[str, Tensor], ctx: Context, w
     keys_2U = torch.stack((first_U, first_U + ctx.positions_T.int() + 1))
     y_UNH, _ = attention(q_UNH, cache["k"].flatten(0, 1), cache["v"].flatten(0, 1), torch.arange(requests + 1, device=x_UD.device).int(),
                          segments_T=numbers.int(), keys_2U=keys_2U, window=window)
-    return add(w, x_UD, _project(w["o"], y_UNH.flatten(1)), ctx.decoder)
+    return add(w, x_UD, _output(w["o"], y_UNH, ctx), ctx.decoder)
 
 
-def _project(w: Tree, x_TD: Tensor) -> Tensor:
-    return linear(x_TD, w["weight"], w.get("bias"))
+def _project(w: Tree, x_TD: Tensor, heads: int, ctx: Context) -> Tensor:
+    """This rank's part of `heads` heads. [T, N, H]"""
+    first, count = tensor.own_part((0, heads), ctx.tp_group)
+    rows = [(first * ctx.decoder.head_dim, count * ctx.decoder.head_dim)]
+    bias = tensor.take(w["bias"], rows) if "bias" in w else None
+    return linear(x_TD, tensor.take(w["weight"], rows), bias).unflatten(1, (count, -1))
+
+
+def _output(w: Tree, y_TNH: Tensor, ctx: Context) -> Tensor:
+    """The projection of all ranks' heads. [T, D]"""
+    size = ctx.decoder.head_dim
+    first, count = tensor.own_part((0, ctx.decoder.n_heads), ctx.tp_group)
+    return tensor.output(y_TNH.flatten(1), w["weight"], [(first * size, count * size)], w.get("bias"), ctx)

@@ -1,5 +1,6 @@
 """What every layer may need besides its weights and its input."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -36,3 +37,8 @@ class Context:
     tp_group: ProcessGroup | None = None  # ranks over which heads and hidden columns are split; None: all are here
     draw: Tensor | None = None  # int64, number of this row among the rows of all steps: what random draws depend on
     training: bool = True
+
+    @property
+    def alike(self) -> int:
+        """How many ranks compute the audio side of a row alike: those that share the row. What they add up counts by its share."""
+        return math.prod(group.size() for group in (self.cp_group, self.tp_group) if group is not None)

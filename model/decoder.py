@@ -13,6 +13,7 @@ from model import attention, mamba, mlp, moe, window_attention
 from model.context import Context
 from model.norm import rms_norm
 from model.params import P, Tree
+from parallel import sequence, tensor
 
 Cache = dict[str, Tensor]
 LAYERS: dict[str, ModuleType] = {"M": mamba, "*": attention, "W": window_attention, "E": moe, "-": mlp}
@@ -52,14 +53,14 @@ def new_caches(cfg: DecoderConfig, requests: int, capacity: int, dtype: torch.dt
 
 def embed(w: Tree, frames_AD: Tensor, tokens_T: Tensor, frames_T: Tensor, ctx: Context) -> Tensor:
     """Token embeddings with audio frames spliced in: slot t holds frame frames_T[t], or, where that is -1, token tokens_T[t]. [T, D]"""
-    text_TD = torch.nn.functional.embedding(tokens_T, w["weight"])
+    text_TD, frames_T = embed_text(w, tokens_T, ctx), sequence.own_tokens(frames_T, ctx)
     audio_TD = frames_AD[frames_T.clamp(min=0)]
     return torch.where((frames_T >= 0)[:, None], audio_TD, text_TD)
 
 
 def embed_text(w: Tree, tokens_T: Tensor, ctx: Context) -> Tensor:
-    """Token embeddings alone. [T, D]"""
-    return torch.nn.functional.embedding(tokens_T, w["weight"])
+    """Token embeddings alone, of this rank's tokens. [T, D]"""
+    return tensor.embedding(w["weight"], sequence.own_slots(tokens_T, ctx), ctx)
 
 
 def _output(w: Tree, cfg: DecoderConfig) -> tuple[Tensor, Tensor]:
@@ -69,9 +70,12 @@ def _output(w: Tree, cfg: DecoderConfig) -> tuple[Tensor, Tensor]:
 
 
 def loss(w: Tree, x_TD: Tensor, labels_T: Tensor, ctx: Context) -> Tensor:
-    """Sum of the cross-entropy over all labels that are not -100."""
+    """Sum of the cross-entropy over all labels that are not -100: this rank's share of it."""
     norm, table = _output(w, ctx.decoder)
-    return linear_cross_entropy(rms_norm(x_TD, norm, ctx.decoder.norm_eps), table, labels_T)[0]
+    h_TD, labels_T = tensor.gather_tokens(rms_norm(x_TD, norm, ctx.decoder.norm_eps), ctx), sequence.own_slots(labels_T, ctx)
+    if ctx.tp_group is not None:
+        return tensor.cross_entropy(h_TD, table, labels_T, ctx.tp_group)
+    return linear_cross_entropy(h_TD, table, labels_T)[0]
 
 
 def logits(w: Tree, x_TD: Tensor, slots_U: Tensor, ctx: Context) -> Tensor:

@@ -168,7 +168,8 @@ def _batch_norm(w: Weights, x_AD: Tensor, real: Tensor, ctx: Context) -> tuple[T
         frames = real.sum().to(wide.dtype)
         mean = torch.where(real, wide, 0).sum(0) / frames.clamp(min=1)
         var = torch.where(real, wide - mean, 0).square().sum(0) / frames.clamp(min=1)
-        stats = {"frames": frames, "sum": (frames * mean).detach(), "square_sum": (frames * (var + mean.square())).detach()}
+        share = frames / ctx.alike
+        stats = {"frames": share, "sum": (share * mean).detach(), "square_sum": (share * (var + mean.square())).detach()}
     else:
         mean, var = w["running_mean"], w["running_var"]
     scale = w["weight"].to(wide.dtype) * torch.rsqrt(var + _NORM_EPS)

@@ -38,6 +38,11 @@ class Adapted:
     salt: Tensor | None = None  # scalar, another one for every matrix
     ctx: Context | None = None
 
+    @property
+    def shape(self) -> torch.Size:
+        """Of the matrix."""
+        return self.weight.shape
+
     def flatten(self, first: int) -> "Adapted":
         """A matrix has nothing to flatten; convolutions of one tap do so with theirs."""
         return self

@@ -8,6 +8,7 @@ from model.context import Context
 from model.linear import linear
 from model.norm import add, residual_norms, rms_norm
 from model.params import P, Tree
+from parallel import tensor
 
 
 def spec(cfg: DecoderConfig) -> Tree:
@@ -18,7 +19,7 @@ def spec(cfg: DecoderConfig) -> Tree:
 def forward(w: Tree, x_TD: Tensor, ctx: Context) -> tuple[Tensor, dict[str, Tensor]]:
     """x + down act(up norm(x))."""
     h_TD = rms_norm(x_TD, w["norm"], ctx.decoder.norm_eps)
-    return add(w, x_TD, apply(w, h_TD, ctx.decoder.activation), ctx.decoder), {}
+    return add(w, x_TD, apply(w, h_TD, ctx), ctx.decoder), {}
 
 
 def products(cfg: DecoderConfig, ffn: int) -> Tree:
@@ -31,6 +32,11 @@ def products(cfg: DecoderConfig, ffn: int) -> Tree:
     return tree | {"up_bias": P((wide,), ("ffn",), "zeros"), "down_bias": P((cfg.d_model,), ("embed",), "zeros")} if cfg.mlp_bias else tree
 
 
-def apply(w: Tree, h_TD: Tensor, activation: str) -> Tensor:
+def apply(w: Tree, h_TD: Tensor, ctx: Context) -> Tensor:
     """down act(up h), without norm and residual. [T, D]"""
-    return linear(activate(linear(h_TD, w["up"], w.get("up_bias")), activation), w["down"], w.get("down_bias"))
+    activation, ffn = ctx.decoder.activation, w["down"].shape[1]
+    first, count = tensor.own_part((0, ffn), ctx.tp_group)
+    rows = [(block * ffn + first, count) for block in range(expansion(activation))]
+    bias = tensor.take(w["up_bias"], rows) if "up_bias" in w else None
+    a_TF = activate(linear(tensor.gather_tokens(h_TD, ctx), tensor.take(w["up"], rows), bias), activation)
+    return tensor.output(a_TF, w["down"], [(first, count)], w.get("down_bias"), ctx)

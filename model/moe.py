@@ -11,7 +11,7 @@ from model.context import Context
 from model.linear import linear
 from model.norm import add, residual_norms, rms_norm
 from model.params import P, Tree
-from parallel import expert
+from parallel import expert, sequence
 
 
 def spec(cfg: DecoderConfig) -> Tree:
@@ -48,7 +48,7 @@ def forward(w: Tree, x_TD: Tensor, ctx: Context) -> tuple[Tensor, dict[str, Tens
     cfg = ctx.decoder
     h_TD = rms_norm(x_TD, w["norm"], cfg.norm_eps)
     ids_TK, weights_TK = route(w["router"], h_TD, cfg)
-    real_T = ctx.segments_T < ctx.cu_seqlens_U1.shape[0] - 1
+    real_T = sequence.own_tokens(ctx.segments_T, ctx) < ctx.cu_seqlens_U1.shape[0] - 1
     ids_TK = torch.where(real_T[:, None], ids_TK, cfg.n_experts)  # padding computes nothing
     if cfg.moe_latent:
         inner_TD = _project(w["latent_in"], h_TD)
@@ -56,7 +56,7 @@ def forward(w: Tree, x_TD: Tensor, ctx: Context) -> tuple[Tensor, dict[str, Tens
     else:
         y_TD = _routed(w["experts"], h_TD, ids_TK, weights_TK, ctx)
     if cfg.shared_ffn:
-        y_TD = y_TD + mlp.apply(w["shared"], h_TD, cfg.activation)
+        y_TD = y_TD + mlp.apply(w["shared"], h_TD, ctx)
     numbers_E = torch.arange(cfg.n_experts, device=ids_TK.device)
     return add(w, x_TD, y_TD, cfg), {"expert_load": (ids_TK[..., None] == numbers_E).sum((0, 1))}
 

@@ -48,6 +48,12 @@ def reduce_scatter_grad(x: Tensor, group: ProcessGroup) -> Tensor:
     return funcol.wait_tensor(_reduce_scatter_grad(x, "sum", 0, group))
 
 
+def all_to_all_grad(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Part r of this rank's x, [ranks, ...], goes to rank r, and part r of the result came from there; so does the gradient."""
+    ones = [1] * group.size()
+    return funcol.wait_tensor(funcol.all_to_all_single_autograd(x, ones, ones, group))
+
+
 def sum_over_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Sum over the ranks, in place."""
     dist.all_reduce(x, group=group)

@@ -124,9 +124,31 @@ def sharding(cfg: Config, environment: Environment) -> Iterator[str]:
 
 
 def layers(cfg: Config, environment: Environment) -> Iterator[str]:
-    for key in ("cp", "tp"):
-        if getattr(cfg.parallel, key) > 1:
-            yield f"parallel.{key}={getattr(cfg.parallel, key)} is not supported yet; leave it at 1"
+    """cp and tp split heads, columns and slots evenly; of groups that are fewer, several ranks use one."""
+    d, cp, tp = cfg.model.decoder, cfg.parallel.cp, cfg.parallel.tp
+    if min(cp, tp) < 1 or cp * tp == 1:
+        return
+    named = " and ".join(f"parallel.{key}={size}" for key, size in (("cp", cp), ("tp", tp)) if size > 1)
+    for i, row in enumerate(cfg.data.rows):
+        if row.tokens % (2 * cp * tp):
+            yield f"data.rows[{i}].tokens={row.tokens} is not a multiple of {2 * cp * tp}, which {named} needs; choose one"
+    letters = {"M": (("mamba_heads", cp * tp),), "*": (("n_heads", tp),), "W": (("n_heads", tp),), "-": (("mlp_ffn", tp),),
+               "E": (("shared_ffn", tp),)}
+    for key, parts in sorted({rule for letter in d.pattern for rule in letters.get(letter, ())}):
+        if getattr(d, key) % parts:
+            yield f"model.decoder.{key}={getattr(d, key)} is not a multiple of {parts}, which {named} needs; choose one"
+    groups = {"mamba_groups": (tp, cp) if "M" in d.pattern else (), "n_kv_heads": (tp,) if set("*W") & set(d.pattern) else ()}
+    for key, splits in groups.items():
+        left = getattr(d, key)
+        for parts in splits:
+            if left % parts and parts % left:
+                yield f"model.decoder.{key}={getattr(d, key)} splits over {named} neither evenly nor with whole ranks to a group"
+                break
+            left = max(1, left // parts)
+    if cfg.model.lora.rank and tp > 1:
+        yield f"parallel.tp={tp} cannot split the matrices of an adapter (model.lora.rank={cfg.model.lora.rank}); use parallel.tp=1"
+    if cfg.model.lora.rank and cfg.model.lora.dropout and cp > 1:
+        yield f"parallel.cp={cp} with model.lora.dropout={cfg.model.lora.dropout} would draw other numbers; set the dropout to 0"
 
 
 def encoder(cfg: Config, environment: Environment) -> Iterator[str]:

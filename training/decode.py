@@ -28,7 +28,7 @@ def greedy(cfg: Config, mesh: Mesh, engine: Engine, leaves: dict[str, Tensor], b
     :param room: free slots of each utterance, at which its answer is cut.
     All ranks must call this together; they stop when the last of them has finished.
     """
-    context = make_context(cfg, batch, mesh, training=False)
+    context = make_context(cfg, batch, mesh, training=False, split=False)
     x_AD = speech_lm.encode(Pass(engine, leaves, context), batch, context, {})
     unused = len(batch["cu_seqlens_U1"]) - 1 - len(starts)
     first_U = torch.tensor([*starts, *[1] * unused], device=mesh.device)

@@ -36,7 +36,8 @@ def validation_loss(cfg: Config, mesh: Mesh, engine: Engine, state: State, batch
         row = to_device(batch, mesh)
         run = Pass(engine, leaves, make_context(cfg, row, mesh, training=False))
         losses, _ = speech_lm.losses(run, row, run.context, cfg)
-        sums = {"loss": sums["loss"] + losses["lm"].detach(), "labels": sums["labels"] + (row["labels_T"] != -100).sum()}
+        labels = (row["labels_T"] != -100).sum() / run.context.alike  # the other ranks that share the row count them too
+        sums = {"loss": sums["loss"] + losses["lm"].detach(), "labels": sums["labels"] + labels}
     totals = all_reduce_together(sums)
     return {"loss": (totals["loss"] / totals["labels"].clamp(min=1)).item(), "labels": totals["labels"].item()}
 
@@ -48,7 +49,7 @@ def transcribe(cfg: Config, mesh: Mesh, engine: Engine, state: State, batches: I
     for batch in batches:
         answers = greedy(cfg, mesh, engine, leaves, to_device(batch, mesh), batch["answer_starts"], batch["answer_room"], tokenizer.eos_id)
         mine += [Transcript(*fields) for fields in zip(batch["ids"], batch["texts"], map(tokenizer.decode, answers), strict=True)]
-    return sorted((t for part in gather_objects(mine) for t in part), key=lambda t: t.id)
+    return sorted((t for part in gather_objects(mine, mesh.dp_group) for t in part), key=lambda t: t.id)
 
 
 def word_error_rate(transcripts: list[Transcript]) -> dict[str, float]:

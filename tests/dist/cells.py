@@ -28,6 +28,13 @@ MODEL = (
 )
 
 
+VARIANT = (
+    "model.decoder.activation=swiglu", "model.decoder.tie_embeddings=true", "model.decoder.attention_bias=true", "model.decoder.qk_norm=true",
+    "model.decoder.mlp_bias=true", "model.decoder.mamba_bias=true", "model.decoder.post_norm=true", "model.decoder.mamba_groups=1",
+    "model.decoder.pattern=MWE-", "model.decoder.window=5",
+)
+
+
 @dataclass(frozen=True)
 class Cell:
     """One layout over `world` processes that must give what one process gives."""
@@ -83,6 +90,29 @@ def cells() -> list[Cell]:
         Cell("hsdp 2 x 2, ep 2", 4, {"dp_replicate": 2, "ep": 2}),
         Cell("hsdp 2 x 2, ep 4 over both replicas", 4, {"dp_replicate": 2, "ep": 4}, quick=True),
         Cell("hsdp 4 x 1", 4, {"dp_replicate": 4}),
+        Cell("tp 2", 2, {"tp": 2}, rows=2),
+        Cell("cp 2", 2, {"cp": 2}, rows=2),
+        Cell("cp 2, utterances of 1 to 698 tokens", 2, {"cp": 2}, rows=1, kind="lengths"),
+        Cell("tp 2, utterances of 1 to 698 tokens", 2, {"tp": 2}, rows=1, kind="lengths"),
+        Cell("tp 2, zero 0", 2, {"tp": 2, "zero_stage": 0}, rows=2),
+        Cell("cp 2, zero 0", 2, {"cp": 2, "zero_stage": 0}, rows=2),
+        Cell("tp 2, ep 2", 2, {"tp": 2, "ep": 2}, rows=2),
+        Cell("cp 2, ep 2", 2, {"cp": 2, "ep": 2}, rows=2),
+        Cell("tp 4", 4, {"tp": 4}, rows=2),
+        Cell("tp 4, 2 Mamba groups", 4, {"tp": 4}, rows=2, model=("model.decoder.mamba_groups=2",)),
+        Cell("cp 4", 4, {"cp": 4}, rows=2),
+        Cell("cp 4, 2 Mamba groups", 4, {"cp": 4}, rows=2, model=("model.decoder.mamba_groups=2",)),
+        Cell("cp 4, utterances of 1 to 698 tokens", 4, {"cp": 4}, rows=1, kind="lengths"),
+        Cell("dp 2, tp 2", 4, {"tp": 2}, rows=2),
+        Cell("dp 2, cp 2", 4, {"cp": 2}, rows=2),
+        Cell("cp 2, tp 2", 4, {"cp": 2, "tp": 2}, rows=2, quick=True),
+        Cell("cp 2, tp 2, swiglu, tied, biases, norms of heads, 1 Mamba group", 4, {"cp": 2, "tp": 2}, rows=2, model=VARIANT, quick=True),
+        Cell("dp 2, cp 2, ep 4", 4, {"cp": 2, "ep": 4}, rows=4, quick=True),
+        Cell("hsdp 2 x 1, tp 2, ep 2", 4, {"dp_replicate": 2, "tp": 2, "ep": 2}, quick=True),
+        Cell("dp 2, cp 2, tp 2", 8, {"cp": 2, "tp": 2}, rows=2),
+        Cell("dp 2, cp 2, tp 2, ep 8", 8, {"cp": 2, "tp": 2, "ep": 8}, rows=2),
+        Cell("hsdp 2 x 2, tp 2, ep 4, zero 2", 8, {"dp_replicate": 2, "tp": 2, "ep": 4, "zero_stage": 2}),
+        Cell("cp 8", 8, {"cp": 8}, rows=1),
         Cell("dp 8, ep 2", 8, {"ep": 2}, rows=8),
         Cell("hsdp 2 x 4, ep 2", 8, {"dp_replicate": 2, "ep": 2}, rows=8),
         Cell("hsdp 2 x 4, ep 4, zero 1", 8, {"dp_replicate": 2, "ep": 4, "zero_stage": 1}, rows=8),

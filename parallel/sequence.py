@@ -1,0 +1,93 @@
+"""Context parallelism: the slots of a packed row are split over the ranks of ctx.cp_group.
+
+The row is cut into 2 cp equal chunks, of which rank r has chunks r and 2 cp - 1 - r: causal attention then costs every rank the same, for
+one long document as for many short ones, and nothing is padded. Attention gathers keys and values and says which of them each piece of a
+document sees. A recurrent layer exchanges tokens for heads, once on the way in and once on the way out. Within a rank's slots the ranks of
+ctx.tp_group have their parts (parallel/tensor.py). Without a group every function is the plain one.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.attention import attention
+from model.context import Context
+from parallel.collectives import all_gather_grad, all_to_all_grad
+
+
+def own_slots(x_T: Tensor, ctx: Context) -> Tensor:
+    """This rank's slots of something that has one entry a slot of the row."""
+    if ctx.cp_group is None:
+        return x_T
+    chunks = x_T.chunk(2 * ctx.cp_group.size())
+    rank = ctx.cp_group.rank()
+    return torch.cat((chunks[rank], chunks[-1 - rank]))
+
+
+def own_tokens(x_T: Tensor, ctx: Context) -> Tensor:
+    """Of these the ones that this rank has between the layers."""
+    x_T = own_slots(x_T, ctx)
+    return x_T if ctx.tp_group is None else x_T.chunk(ctx.tp_group.size())[ctx.tp_group.rank()]
+
+
+def in_row_order(x_RT: Tensor) -> Tensor:
+    """[ranks, slots of each, ...] as [slots of the row, ...]."""
+    halves = x_RT.unflatten(1, (2, -1))
+    return torch.cat((halves[:, 0], halves[:, 1].flip(0))).flatten(0, 1)
+
+
+def in_rank_order(x_T: Tensor, ranks: int) -> Tensor:
+    """The inverse of in_row_order."""
+    chunks = x_T.unflatten(0, (2 * ranks, -1))
+    return torch.stack((chunks[:ranks], chunks[ranks:].flip(0)), 1).flatten(1, 2)
+
+
+def tokens_to_heads(x_RTC: Tensor, ctx: Context) -> Tensor:
+    """All slots of the row with this rank's columns, from this rank's slots with the columns of each rank in turn. [T, C]"""
+    if ctx.cp_group is None:
+        return x_RTC[0]
+    return in_row_order(all_to_all_grad(x_RTC.contiguous(), ctx.cp_group))
+
+
+def heads_to_tokens(y_TC: Tensor, ctx: Context) -> Tensor:
+    """This rank's slots with the columns of all ranks, from all slots with its own. [T / cp, cp C]"""
+    if ctx.cp_group is None:
+        return y_TC
+    y_RTC = all_to_all_grad(in_rank_order(y_TC, ctx.cp_group.size()).contiguous(), ctx.cp_group)
+    return y_RTC.transpose(0, 1).flatten(1)
+
+
+def attend(q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor, ctx: Context, window: int | None) -> Tensor:
+    """Causal attention of this rank's slots to all slots of their documents before them. [T, N, H] like q"""
+    if ctx.cp_group is None:
+        return attention(q_TNH, k_TGH, v_TGH, ctx.cu_seqlens_U1, segments_T=ctx.segments_T, window=window)[0]
+    ranks = ctx.cp_group.size()
+    both = all_gather_grad(torch.stack((k_TGH, v_TGH), 1), ctx.cp_group).unflatten(0, (ranks, -1))
+    k_SGH, v_SGH = in_row_order(both).unbind(1)
+    pieces_P1, segments_T, keys_2P = pieces(ctx)
+    return attention(q_TNH, k_SGH, v_SGH, pieces_P1, segments_T=segments_T, keys_2U=keys_2P, window=window)[0]
+
+
+def pieces(ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
+    """The pieces of documents in this rank's two chunks, as kernels.attention wants them: boundaries, number of each slot's piece, and the
+    slots of the row that each piece sees, from its document's first to its own last.
+
+    Each chunk counts U + 1 pieces, most of them empty: its part of every document, then padding, which sees nothing.
+    """
+    assert ctx.cp_group is not None
+    ranks, rank = ctx.cp_group.size(), ctx.cp_group.rank()
+    chunk = len(ctx.segments_T) // (2 * ranks)
+    starts_P = ctx.cu_seqlens_U1  # of each document, then of the padding
+    ends_P = torch.cat((starts_P[1:], starts_P.new_full((1,), len(ctx.segments_T))))
+    boundaries, firsts, lasts = [starts_P.new_zeros(1)], [], []
+    for number, place in enumerate((rank, 2 * ranks - 1 - rank)):
+        low, high = place * chunk, (place + 1) * chunk
+        piece_ends_P = ends_P.clamp(low, high)
+        present_P = piece_ends_P > starts_P.clamp(low, high)
+        boundaries.append(piece_ends_P - low + number * chunk)
+        firsts.append(torch.where(present_P, starts_P, 0))
+        lasts.append(torch.where(present_P, torch.minimum(piece_ends_P, starts_P[-1]), 0))
+    segments_T = own_slots(ctx.segments_T, ctx)
+    later_T = torch.arange(2 * chunk, device=segments_T.device) >= chunk
+    keys_2P = torch.stack((torch.cat(firsts), torch.cat(lasts)))
+    # the bounds of empty pieces only have to be in order
+    return torch.cat(boundaries), segments_T + len(starts_P) * later_T.to(segments_T.dtype), keys_2P.cummax(1).values

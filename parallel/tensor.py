@@ -1,0 +1,122 @@
+"""Tensor and sequence parallelism: heads, hidden columns and vocabulary are split over the ranks of ctx.tp_group, tokens between layers.
+
+Outside of products each rank has its part of the tokens. A layer gathers them, multiplies with its own rows of the first matrix and its own
+columns of the last, and the sum over the ranks comes back scattered by tokens. A gather's gradient is a scattered sum and the reverse, so
+each rank's gradient of a weight is its share of the sum over all ranks, also for weights that every rank uses (norms, routers).
+Weights arrive whole (parallel/gather.py) and are cut here. Without a group every function is the plain one.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from kernels.activation import widen
+from model.context import Context
+from model.linear import linear
+from parallel.collectives import all_gather_grad, all_gather_start, reduce_scatter_grad, wait
+from parallel.sharding import chunk_bounds
+
+Part = tuple[int, int]  # first of something, and how many
+CHUNK = 1024  # rows whose logits exist at a time
+
+
+def own_part(whole: Part, group: ProcessGroup | None) -> Part:
+    """This rank's part of heads, groups or columns: equal parts, or where there are fewer than ranks one, which several ranks share."""
+    return whole if group is None else part_of(whole, group.size(), group.rank())
+
+
+def part_of(whole: Part, ranks: int, rank: int) -> Part:
+    """The part of any rank."""
+    first, count = whole
+    return first + rank * count // ranks, max(1, count // ranks)
+
+
+def take(t: Any, parts: list[Part], dim: int = 0) -> Any:
+    """Those rows (or columns) of t, one part after the other; t itself, which may then be an adapted matrix, where that is all of it."""
+    if not isinstance(t, Tensor) or sum(count for _, count in parts) == t.shape[dim]:
+        return t
+    return torch.cat([t.narrow(dim, *part) for part in parts], dim) if len(parts) > 1 else t.narrow(dim, *parts[0])
+
+
+def gather_tokens(x_TD: Tensor, ctx: Context) -> Tensor:
+    """The tokens of all ranks of the group."""
+    return x_TD if ctx.tp_group is None else all_gather_grad(x_TD.contiguous(), ctx.tp_group)
+
+
+def sum_tokens(x_TD: Tensor, ctx: Context) -> Tensor:
+    """The sum over the group's ranks, of which each keeps its own tokens."""
+    return x_TD if ctx.tp_group is None else reduce_scatter_grad(x_TD.contiguous(), ctx.tp_group)
+
+
+def output(y_TF: Tensor, weight_DF: Any, columns: list[Part], bias_D: Tensor | None, ctx: Context) -> Tensor:
+    """y weightᵀ + bias, of which each rank has its columns: the sum over the ranks, of this rank's own tokens. [T, D]"""
+    if ctx.tp_group is None:
+        return linear(y_TF, weight_DF, bias_D)
+    y_TD = sum_tokens(linear(y_TF, take(weight_DF, columns, 1)), ctx)
+    return y_TD if bias_D is None else y_TD + bias_D
+
+
+def embedding(table_VD: Tensor, tokens_T: Tensor, ctx: Context) -> Tensor:
+    """Rows of the table, each looked up by the rank that has it; of this rank's own tokens."""
+    if ctx.tp_group is None:
+        return F.embedding(tokens_T, table_VD)
+    first, count = chunk_bounds(len(table_VD), ctx.tp_group.size(), ctx.tp_group.rank())
+    ids_T = tokens_T - first
+    here_T = (ids_T >= 0) & (ids_T < count)
+    found_TD = F.embedding(torch.where(here_T, ids_T, 0), table_VD.narrow(0, first, count))
+    return sum_tokens(torch.where(here_T[:, None], found_TD, 0), ctx)
+
+
+def cross_entropy(h_TD: Tensor, table_VD: Tensor, labels_T: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's equal share of the summed cross-entropy of all labels that are not -100, each rank multiplying with its own part of the
+    vocabulary; h and labels are those of all tokens of the group."""
+    first, count = chunk_bounds(len(table_VD), group.size(), group.rank())
+    return _VocabularyLoss.apply(h_TD, table_VD.narrow(0, first, count), labels_T, first, group)
+
+
+class _VocabularyLoss(torch.autograd.Function):
+    """Keeps no logits: backward computes them again, a chunk of rows at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, h_TD: Tensor, table_VD: Tensor, labels_T: Tensor, first: int, group: ProcessGroup) -> Tensor:
+        chunks = zip(h_TD.split(CHUNK), labels_T.split(CHUNK), strict=True)
+        local_2T = torch.cat([_statistics(_logits(h, table_VD), labels - first) for h, labels in chunks], 1)
+        ranks = wait(all_gather_start(local_2T, group)).unflatten(0, (group.size(), 2))
+        lse_T, chosen_T = ranks[:, 0].logsumexp(0), ranks[:, 1].sum(0)
+        ctx.first = first
+        ctx.save_for_backward(h_TD, table_VD, labels_T, lse_T)
+        return torch.where(labels_T == -100, 0, lse_T - chosen_T).sum() / group.size()
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> Any:
+        h_TD, table_VD, labels_T, lse_T = ctx.saved_tensors
+        dh, dtable_VD = [], torch.zeros_like(table_VD, dtype=lse_T.dtype)
+        for h, labels, lse in zip(*(t.split(CHUNK) for t in (h_TD, labels_T, lse_T)), strict=True):
+            chosen = torch.arange(len(table_VD), device=labels.device) == (labels - ctx.first)[:, None]
+            probabilities = torch.exp(_logits(h, table_VD) - lse[:, None])
+            dlogits = torch.where((labels == -100)[:, None], 0, (probabilities - chosen.to(lse.dtype)) * dloss).to(h.dtype)
+            dh.append(dlogits @ table_VD)
+            dtable_VD = dtable_VD + dlogits.t() @ h
+        return torch.cat(dh), dtable_VD.to(table_VD.dtype), None, None, None
+
+
+def _logits(h_TD: Tensor, table_VD: Tensor) -> Tensor:
+    return widen(h_TD @ table_VD.t())
+
+
+def _statistics(logits_TV: Tensor, ids_T: Tensor) -> Tensor:
+    """Logarithm of the sum of exponentials, and the chosen logit or 0 where it is another rank's. [2, T]"""
+    here_T = (ids_T >= 0) & (ids_T < logits_TV.shape[1])
+    chosen_T = logits_TV.gather(1, torch.where(here_T, ids_T, 0)[:, None])[:, 0]
+    return torch.stack((logits_TV.logsumexp(1), torch.where(here_T, chosen_T, 0)))
+
+
+def gated_rms_norm(x_TI: Tensor, gate_TI: Tensor, weight_I: Tensor, eps: float, groups: int, group: ProcessGroup) -> Tensor:
+    """model.norm.gated_rms_norm where each of fewer `groups` than ranks has its columns on several ranks, whose sums are added up."""
+    sharing, wide_TI = group.size() // groups, widen(x_TI) * F.silu(widen(gate_TI))
+    sums_T = all_gather_grad(wide_TI.square().sum(-1), group).view(groups, sharing, -1)[group.rank() // sharing].sum(0)
+    inverse_T1 = torch.rsqrt(sums_T / (sharing * wide_TI.shape[1]) + eps)[:, None]
+    return (wide_TI * inverse_T1 * widen(weight_I)).to(x_TI.dtype)
