@@ -172,6 +172,7 @@ class ParallelConfig:
     cp: int = 1  # processes over which the slots of a row are split
     tp: int = 1  # processes over which heads and hidden columns are split
     ep: int = 1  # processes over which the experts are split
+    ep_dispatch: str = "allgather"  # allgather (static shapes) | alltoall (fewer bytes, but waits for the device)
     reshard_after_forward: bool = True  # free gathered weights after a layer's forward and gather them again in backward
     reshard_experts_after_forward: bool = True  # the same for the experts
     defer_grad_sync: bool | str = "auto"  # reduce gradients once a step, at the last micro-batch; auto: where the memory allows

@@ -1,6 +1,5 @@
 """What every layer may need besides its weights and its input."""
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +32,7 @@ class Context:
     utterance_frames: int  # static bound on audio_lengths_U
     dtype: torch.dtype = torch.float32  # compute dtype
     ep_group: ProcessGroup | None = None  # ranks over which the experts are split; None: all experts are here
+    ep_dispatch: str = "allgather"  # how tokens reach the experts of other ranks, see parallel/expert.py
     cp_group: ProcessGroup | None = None  # ranks over which the token row is split; None: all slots are here
     tp_group: ProcessGroup | None = None  # ranks over which heads and hidden columns are split; None: all are here
     draw: Tensor | None = None  # int64, number of this row among the rows of all steps: what random draws depend on
@@ -41,4 +41,4 @@ class Context:
     @property
     def alike(self) -> int:
         """How many ranks compute the audio side of a row alike: those that share the row. What they add up counts by its share."""
-        return math.prod(group.size() for group in (self.cp_group, self.tp_group) if group is not None)
+        return (1 if self.cp_group is None else self.cp_group.size()) * (1 if self.tp_group is None else self.tp_group.size())

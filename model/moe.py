@@ -1,5 +1,7 @@
 """Mixture-of-experts layer: a router in fp32, routed experts, and a shared expert that sees every token."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -68,8 +70,8 @@ def _project(w: Tree, x_TD: Tensor) -> Tensor:
 def _routed(w: Tree, h_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, ctx: Context) -> Tensor:
     if ctx.ep_group is None:
         return experts(h_TD, ids_TK, weights_TK, w["up"], w["down"], activation=ctx.decoder.activation)
-    dispatched = expert.dispatch(h_TD, ids_TK, weights_TK, w["up"].shape[0], ctx.ep_group)  # tokens of all ranks of the group
-    return expert.combine(experts(*dispatched, w["up"], w["down"], activation=ctx.decoder.activation), ctx.ep_group)
+    local = functools.partial(experts, up_EFD=w["up"], down_EDF=w["down"], activation=ctx.decoder.activation)
+    return expert.routed(local, h_TD, ids_TK, weights_TK, ctx.decoder.n_experts, ctx.ep_group, ctx.ep_dispatch)
 
 
 def route(w: Tree, h_TD: Tensor, cfg: DecoderConfig) -> tuple[Tensor, Tensor]:

@@ -48,10 +48,15 @@ def reduce_scatter_grad(x: Tensor, group: ProcessGroup) -> Tensor:
     return funcol.wait_tensor(_reduce_scatter_grad(x, "sum", 0, group))
 
 
-def all_to_all_grad(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Part r of this rank's x, [ranks, ...], goes to rank r, and part r of the result came from there; so does the gradient."""
-    ones = [1] * group.size()
-    return funcol.wait_tensor(funcol.all_to_all_single_autograd(x, ones, ones, group))
+def all_to_all(x: Tensor, received: list[int], sent: list[int], group: ProcessGroup) -> Tensor:
+    """The first sent[0] rows of x go to rank 0, the next sent[1] to rank 1, ...; likewise the rows of the result come. No gradient."""
+    return funcol.wait_tensor(funcol.all_to_all_single(x, received, sent, group))
+
+
+def all_to_all_grad(x: Tensor, group: ProcessGroup, received: list[int] | None = None, sent: list[int] | None = None) -> Tensor:
+    """The same, of equal parts unless the rows are given; the gradient goes back by the same way."""
+    equal = [len(x) // group.size()] * group.size()
+    return funcol.wait_tensor(funcol.all_to_all_single_autograd(x, received or equal, sent or equal, group))
 
 
 def sum_over_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor:

@@ -1,26 +1,67 @@
 """Expert parallelism: tokens travel to the ranks that hold their experts, and the results travel back.
 
-All-gather dispatch: every rank sees the tokens of its group and computes the part that its own experts contribute; the parts are
-summed on the way back. All shapes are static, nothing syncs with the host, and both directions are one collective.
+allgather: every rank sees the tokens of its group and computes the part that its own experts contribute; the parts are summed on the way
+back. All shapes are static, nothing syncs with the host, both directions are one collective. A token travels to ep - 1 ranks.
+alltoall: a token travels once to each rank that has one of its experts, at most top_k of them. How many tokens each pair of ranks exchanges
+is read on the host, once a layer and pass, because the sizes of the exchange depend on it.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel.collectives import all_gather_grad, all_gather_start, reduce_scatter_grad, wait
+from parallel.collectives import all_gather_grad, all_gather_start, all_to_all, all_to_all_grad, reduce_scatter_grad, wait
+
+# (tokens [R, D], expert numbers from this rank's first one [R, K], weights [R, K]) -> what this rank's experts contribute [R, D]
+Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def dispatch(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, n_local: int, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens, expert numbers and router weights of all ranks of `group`, one rank after the other.
+def routed(experts: Experts, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, n_experts: int, group: ProcessGroup,
+           dispatch: str) -> Tensor:
+    """Each token's sum over its experts, wherever in the group they are. [T, D]
 
-    Returned expert numbers count from this rank's first of `n_local` experts; those outside [0, n_local) are computed elsewhere.
+    :param ids_TK: expert numbers; n_experts and more stand for none
+    :param dispatch: allgather | alltoall
     """
-    x = all_gather_grad(x_TD.contiguous(), group)
-    weights = all_gather_grad(weights_TK.contiguous(), group)
-    ids = wait(all_gather_start(ids_TK.contiguous(), group))
-    return x, ids - group.rank() * n_local, weights
+    function = {"allgather": _by_all_gather, "alltoall": _by_all_to_all}[dispatch]
+    return function(experts, x_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous(), n_experts // group.size(), group)
 
 
-def combine(y: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum of all ranks' contributions to this rank's own tokens."""
-    return reduce_scatter_grad(y.contiguous(), group)
+def _by_all_gather(experts: Experts, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, n_local: int, group: ProcessGroup) -> Tensor:
+    x_RD, weights_RK = all_gather_grad(x_TD, group), all_gather_grad(weights_TK, group)
+    ids_RK = wait(all_gather_start(ids_TK, group))
+    return reduce_scatter_grad(experts(x_RD, ids_RK - group.rank() * n_local, weights_RK).contiguous(), group)
+
+
+class Plan(NamedTuple):
+    """What travels: rows sorted by destination rank, then by token."""
+
+    token_R: Tensor  # the token of each row to send
+    slots_TW: Tensor  # the row of each token for each rank; R where it has no expert there
+    sent: list[int]  # rows to each rank
+    received: list[int]  # rows from each rank
+
+
+def plan(ids_TK: Tensor, n_local: int, group: ProcessGroup) -> Plan:
+    """Which tokens go to which ranks of the group; waits for the device."""
+    ranks = torch.arange(group.size(), device=ids_TK.device)
+    goes_WT = (ids_TK // n_local == ranks[:, None, None]).any(-1)
+    counts_W = goes_WT.sum(1)
+    sent, received = torch.stack((counts_W, all_to_all(counts_W, [1] * len(ranks), [1] * len(ranks), group))).tolist()
+    rows = sum(sent)
+    order = torch.argsort(~goes_WT.flatten(), stable=True)[:rows]
+    slots_TW = torch.where(goes_WT.flatten(), goes_WT.flatten().cumsum(0) - 1, rows).view_as(goes_WT).t()
+    return Plan(order % len(ids_TK), slots_TW.contiguous(), sent, received)
+
+
+def _by_all_to_all(experts: Experts, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, n_local: int, group: ProcessGroup) -> Tensor:
+    p = plan(ids_TK, n_local, group)
+    x_RD, weights_RK = (all_to_all_grad(t[p.token_R], group, p.received, p.sent) for t in (x_TD, weights_TK))
+    ids_RK = all_to_all(ids_TK[p.token_R], p.received, p.sent, group)
+    y_RD = experts(x_RD, ids_RK - group.rank() * n_local, weights_RK)
+    back_RD = all_to_all_grad(y_RD.contiguous(), group, p.sent, p.received)
+    return F.embedding_bag(p.slots_TW, F.pad(back_RD, (0, 0, 0, 1)), mode="sum")

@@ -31,6 +31,7 @@ CHOICES = {
     "data.on_bad_text": ("fail", "skip"),
     "data.on_too_long": ("fail", "skip"),
     "model.encoder.kind": ("fastconformer", "whisper", "glm_asr"),
+    "parallel.ep_dispatch": ("allgather", "alltoall"),
     "model.encoder.conv_norm": ("batch_norm", "layer_norm"),
     "model.decoder.activation": ("relu2", "swiglu"),
     "model.decoder.router": ("sigmoid", "softmax"),

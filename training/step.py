@@ -42,7 +42,7 @@ def make_context(cfg: Config, batch: Batch, mesh: Mesh, training: bool, split: b
     lengths = {name: batch[name] for name in ("cu_seqlens_U1", "segments_T", "positions_T", "audio_starts_U", "audio_samples_U",
                                               "audio_lengths_U", "audio_segments_A", "audio_positions_A")}
     return Context(cfg.model.encoder or EncoderConfig(), cfg.model.decoder, **lengths, utterance_frames=_utterance_frames(cfg, batch),
-                   dtype=DTYPES[cfg.precision], ep_group=mesh.ep_group,
+                   dtype=DTYPES[cfg.precision], ep_group=mesh.ep_group, ep_dispatch=cfg.parallel.ep_dispatch,
                    cp_group=mesh.cp_group if split else None, tp_group=mesh.tp_group if split else None,
                    draw=batch.get("draw", batch["positions_T"].new_zeros(())), training=training)
 

@@ -190,19 +190,15 @@ def test_split_experts_compute_their_part(monkeypatch):
         half = slice(4 * rank, 4 * rank + 4)
         mine = {**w, "experts": {name: t[half] for name, t in w["experts"].items()}}
 
-        def dispatch(x, ids, weights, n_local, group, rank=rank):
-            assert n_local == 4
-            return x, ids - rank * n_local, weights
+        def routed(local, x, ids, weights, n_experts, group, dispatch, rank=rank):
+            assert (n_experts, group, dispatch) == (8, "pair", "allgather")
+            parts.append(local(x, ids - 4 * rank, weights))
+            return parts[-1]
 
-        def combine(y, group):
-            parts.append(y)
-            return y
-
-        monkeypatch.setattr(expert, "dispatch", dispatch)
-        monkeypatch.setattr(expert, "combine", combine)
+        monkeypatch.setattr(expert, "routed", routed)
         _, part_stats = moe.forward(mine, x, context(CFG, 26, padding=3, ep_group="pair"))
         assert torch.equal(part_stats["expert_load"], stats["expert_load"])
-    monkeypatch.setattr(expert, "combine", lambda y, group: parts[0] + parts[1])
+    monkeypatch.setattr(expert, "routed", lambda *args: parts[0] + parts[1])
     joined, _ = moe.forward(mine, x, context(CFG, 26, padding=3, ep_group="pair"))
     torch.testing.assert_close(joined, whole, rtol=1e-5, atol=1e-5)
 
