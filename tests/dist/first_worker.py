@@ -36,7 +36,7 @@ def rows(cfg: Config, step: int) -> list[Batch]:
         seconds = rng.uniform(0.2, 2.0, size=3 if row == 0 else 6)
         examples = [Example(str(i), [AUDIO], rng.integers(3, 40, size=int(rng.integers(1, 2 + 6 * sec))).tolist(), [1],
                             rng.standard_normal(int(16000 * sec)).astype(np.float32) * 0.1) for i, sec in enumerate(seconds)]
-        out.append({name: torch.from_numpy(value) for name, value in pack_row(examples, cfg.data.rows[0]).items()})
+        out.append({name: torch.from_numpy(value) for name, value in pack_row(examples, cfg.data.rows[0], cfg.data.encoder).items()})
     return out
 
 
