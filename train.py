@@ -1,6 +1,6 @@
 """Train a speech language model: `python train.py +experiment=digits`, `torchrun --nproc_per_node=8 train.py +experiment=nemotron_ep8`.
 
-`--cfg job` prints the configuration instead. Every key: configs/schema.py.
+`--cfg job` prints the configuration instead, `--help` every choice and key.
 """
 
 import json
@@ -17,6 +17,11 @@ def main(arguments: list[str]) -> None:
     keep_freed_memory()
     from training import launch
 
+    if {"-h", "--help"} & set(arguments):
+        from training import manual
+
+        print(manual.train(__doc__ or ""))
+        return
     if "--cfg" in arguments:
         print(launch.show(arguments))
         return

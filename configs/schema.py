@@ -202,10 +202,20 @@ class TrainConfig:
     validate_every: int = 1000  # steps between validations; 0: never
     decode_every: int = 0  # steps between greedy decoding of the validation sets; 0: only at the end
     decode_at_start: bool = False  # decode before the first step too
-    max_new_tokens: int = 128  # longest decoded answer
     checkpoint_every: int = 1000  # steps between checkpoints; 0: only at the end
     keep_checkpoints: int = 2  # newest checkpoints kept besides the best
     resume: str = "auto"  # auto (newest in run_dir; a finished run is set aside) | never (set aside what is there) | path of a checkpoint
+
+
+@dataclass
+class GenerationConfig:
+    """How answers are written, while a run decodes its validation sets and by evaluate.py."""
+
+    max_new_tokens: int = 128  # longest answer
+    temperature: float = 0.0  # of the distribution that a token is drawn from; 0: always the likeliest
+    top_p: float = 1.0  # draw among the likeliest tokens whose probabilities together reach this
+    stop_tokens: list[str] = field(default_factory=list)  # end an answer, besides data.eos_token and those of data.prompt_format
+    seed: int = 0  # of the draws
 
 
 @dataclass
@@ -213,6 +223,7 @@ class CompileConfig:
     """torch.compile."""
 
     enabled: bool = True  # false runs everything eagerly
+    generation: bool = False  # compile the steps of generation too: worth it on a GPU
     scope: str = "layer"  # layer (each kind compiled once) | step (forward and backward one graph each)
 
 
@@ -225,6 +236,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # over which processes
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # how it is updated
     train: TrainConfig = field(default_factory=TrainConfig)  # for how long
+    generation: GenerationConfig = field(default_factory=GenerationConfig)  # how its answers are written
     compile: CompileConfig = field(default_factory=CompileConfig)  # how it is compiled
     precision: str = "bf16"  # bf16 | fp32 | fp64: compute dtype; parameters, moments and reductions are fp32, or fp64
     seed: int = 0  # of initialisation and data order
@@ -241,3 +253,7 @@ class EvaluateConfig:
     set: str | None = None  # a validation set of the run; without audio, manifest and set: all of them
     output: str | None = None  # JSONL of references and hypotheses; default: beside the checkpoint
     max_new_tokens: int | None = None  # longest answer; default: that of the run
+    temperature: float | None = None  # of the draws; default: that of the run
+    top_p: float | None = None  # share of the probability to draw from; default: that of the run
+    normalizer: str = "none"  # none | basic | english: Whisper's, before words and characters are compared
+    bleu_tokenizer: str = "13a"  # of sacrebleu: 13a | zh | ja-mecab | char | ...

@@ -1,7 +1,7 @@
 """Batches: plans turned into packed rows by worker processes, delivered in the order of the plans with the state to resume from.
 
-A batch is a dict of the tensors of data.packing.pack_row and of what stays on the host: ids and texts of its utterances, answer_starts and
-answer_room (first slot and slots of each answer), audio_sec, fill (share of token slots used), counters (utterances skipped so far, by
+A batch is a dict of the tensors of data.packing.pack_row and of what stays on the host: ids, texts and pieces of its utterances,
+audio_sec, fill (share of token slots used), counters (utterances skipped so far, by
 reason) and state.
 """
 
@@ -16,10 +16,11 @@ from configs.schema import DataConfig, RowSize
 from data.audio import count_samples, whole_file
 from data.errors import REASONS, DataError, UtteranceError
 from data.packing import load_of, pack_row
+from data.pieces import in_pieces
 from data.plan import Plan, Share, State, digit_plans, finite_plans, manifest_plans
 from data.settings import check, row_sizes
-from data.sources import FREE_SLOT, Item, PromptSource, Source, training_source, validation_source, writer
-from data.workers import Batch, Rows, run_plans
+from data.sources import FixedSource, Item, Source, training_source, validation_source, writer
+from data.workers import Batch, run_plans
 
 log = logging.getLogger(__name__)
 
@@ -52,9 +53,18 @@ def validation_batches(cfg: DataConfig, name: str, rank: int, world: int) -> Ite
     return _one_pass(validation_source(cfg, name), cfg, rank, world)
 
 
-def decoding_batches(cfg: DataConfig, name: str, rank: int, world: int, room: int) -> Iterator[Batch]:
-    """The same with `room` free slots instead of each answer; `texts` are the references."""
-    return _one_pass(PromptSource(validation_source(cfg, name), room), cfg, rank, world)
+def decoding_batches(cfg: DataConfig, name: str, rank: int, world: int) -> Iterator[Batch]:
+    """The same of the prompts alone, long audio in pieces; `texts` are the references."""
+    return _one_pass(in_pieces(validation_source(cfg, name), cfg), cfg, rank, world)
+
+
+def file_batches(cfg: DataConfig, path: str | Path, rank: int, world: int) -> Iterator[Batch]:
+    """The same of one audio file without a reference."""
+    check(cfg)
+    utterance, written = whole_file(path), writer(cfg)
+    samples = count_samples(utterance.duration_sec, cfg.sample_rate)
+    item = Item(utterance.id, "", written.prompt, (), (), load_of(len(written.prompt), 0, samples, 0, cfg.encoder), utterance)
+    return _one_pass(in_pieces(FixedSource((item,)), cfg), cfg, rank, world)
 
 
 def _one_pass(source: Source, cfg: DataConfig, rank: int, world: int) -> Iterator[Batch]:
@@ -65,23 +75,6 @@ def _one_pass(source: Source, cfg: DataConfig, rank: int, world: int) -> Iterato
 def empty_batch(row: RowSize, encoder: str = "fastconformer") -> Batch:
     """A row of no utterance: the shapes of every batch of this size."""
     return {name: torch.from_numpy(array) for name, array in pack_row([], row, encoder).items()}
-
-
-def file_batch(cfg: DataConfig, path: str | Path, room: int) -> Batch:
-    """A batch of one audio file, with `room` free slots for its answer and no reference."""
-    check(cfg)
-    utterance = whole_file(path)
-    written = writer(cfg)
-    load = load_of(len(written.prompt), 0, count_samples(utterance.duration_sec, cfg.sample_rate), ends=room, encoder=cfg.encoder)
-    row = next((row for row in row_sizes(cfg) if not load.excess(row)), None)
-    if row is None:
-        excess = load.excess(row_sizes(cfg)[-1])
-        raise DataError(f"{path} lasts {utterance.duration_sec:.1f} s and does not fit the largest of data.rows ({excess}); split it")
-    item = Item(utterance.id, "", written.prompt, (), FREE_SLOT * room, load, utterance)
-    made = Rows(cfg)[Plan((item,), row, (), {})]
-    if isinstance(made, DataError):
-        raise made
-    return made.batch
 
 
 @dataclass

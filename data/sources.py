@@ -15,8 +15,6 @@ from data.prompts import Format
 from data.settings import check, given, row_sizes
 from data.tokenizer import Tokenizer, answer_ids, load_tokenizer, prompt_format, prompt_ids
 
-FREE_SLOT = (0,)  # what a slot holds before decoding writes it
-
 
 @dataclass(frozen=True)
 class Item:
@@ -29,11 +27,12 @@ class Item:
     end: tuple[int, ...]
     load: Load
     audio: Utterance | digits.DigitString
+    piece: int = 0  # number of this part of an utterance that was cut
 
-    def with_room(self, slots: int) -> "Item":
-        """The prompt followed by free slots, for decoding."""
-        load = replace(self.load, tokens=self.load.tokens - len(self.answer) - len(self.end) + slots, label_tokens=0)
-        return replace(self, answer=(), end=FREE_SLOT * slots, load=load)
+    def without_answer(self) -> "Item":
+        """The prompt alone."""
+        load = replace(self.load, tokens=self.load.tokens - len(self.answer) - len(self.end), label_tokens=0)
+        return replace(self, answer=(), end=(), load=load)
 
 
 class Source(Protocol):
@@ -118,20 +117,6 @@ class FixedSource:
 
     def item(self, index: int, step: int = 0) -> Item:
         return self.items[index]
-
-
-@dataclass(frozen=True)
-class PromptSource:
-    """Another source's prompts with free slots for their answers."""
-
-    source: Source
-    room: int
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def item(self, index: int, step: int = 0) -> Item:
-        return self.source.item(index, step).with_room(self.room)
 
 
 def digit_item(name: str, string: digits.DigitString, written: Writer) -> Item:

@@ -42,11 +42,12 @@ class Rows(Dataset[Any]):
         self.cfg = cfg
 
     def __getitem__(self, plan: Plan) -> "Made | DataError":
-        examples, texts, dropped = [], [], list(plan.dropped)
+        examples, texts, pieces, dropped = [], [], [], list(plan.dropped)
         for item in plan.items:
             try:
                 examples.append(example(item, self.cfg))
                 texts.append(item.text)
+                pieces.append(item.piece)
             except UtteranceError as error:
                 try:
                     dropped.append(settle(error, getattr(self.cfg, f"on_{error.reason}")))
@@ -58,8 +59,7 @@ class Rows(Dataset[Any]):
         batch: Batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
         batch["ids"] = [made.id for made in examples]
         batch["texts"] = texts
-        batch["answer_room"] = [len(made.answer) + len(made.end) for made in examples]
-        batch["answer_starts"] = [int(end) - room for end, room in zip(arrays["cu_seqlens_U1"][1:], batch["answer_room"], strict=False)]
+        batch["pieces"] = pieces
         batch["audio_sec"] = sum(len(made.samples) for made in examples) / self.cfg.sample_rate
         batch["fill"] = float(arrays["cu_seqlens_U1"][-1]) / plan.row.tokens
         return Made(batch, tuple(dropped), plan.state)

@@ -6,7 +6,7 @@ from torch import Tensor
 from kernels import linear as kernel
 from kernels.activation import widen
 from model import lora
-from model.context import Context
+from model.draws import of_slots
 
 
 def linear(x: Tensor, weight: "Tensor | lora.Adapted", bias: Tensor | None = None) -> Tensor:
@@ -37,31 +37,5 @@ def _dropped(x: Tensor, w: "lora.Adapted") -> Tensor:
         return x
     assert w.salt is not None
     assert w.ctx is not None
-    keep = uniform(w.salt, w.ctx, x.shape[0], x.shape[1]) >= w.dropout
+    keep = of_slots(w.salt, w.ctx, x.shape[0], x.shape[1]) >= w.dropout
     return torch.where(keep, x / (1 - w.dropout), 0)
-
-
-def uniform(salt: Tensor, ctx: Context, rows: int, columns: int) -> Tensor:
-    """fp32 [rows, columns] in [0, 1), a pure function of the salt (run seed and path), the row of the step and the place in it.
-
-    The place is (utterance, position), so that it does not matter how a row is split over processes; of anything but the token row and the
-    audio row it is the number of the row.
-    """
-    assert ctx.draw is not None
-    if rows == len(ctx.segments_T):
-        place = ctx.segments_T * 65537 + ctx.positions_T
-    elif rows == len(ctx.audio_segments_A):
-        place = ctx.audio_segments_A * 65537 + ctx.audio_positions_A
-    else:
-        place = torch.arange(rows, device=salt.device)
-    row = _mixed(_mixed(place.long() ^ salt.long()) ^ _mixed(ctx.draw + 1))
-    bits = _mixed(row[:, None] ^ _mixed(torch.arange(columns, device=salt.device) + 1))
-    return (bits >> 8).float() * 2.0**-24
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """Numbers of 32 bits, each bit of which depends on all of x's lowest 32; int64, without overflow."""
-    x = x & 0xFFFFFFFF
-    for _ in range(2):
-        x = ((x >> 16) ^ x) * 0x45D9F3B & 0xFFFFFFFF
-    return (x >> 16) ^ x

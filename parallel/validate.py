@@ -39,7 +39,7 @@ CHOICES = {
 }
 AT_LEAST_ONE = (
     "parallel.dp_replicate", "parallel.cp", "parallel.tp", "parallel.ep",
-    "train.steps", "train.accumulate", "train.log_every", "train.keep_checkpoints", "train.max_new_tokens",
+    "train.steps", "train.accumulate", "train.log_every", "train.keep_checkpoints", "generation.max_new_tokens",
     "data.timeout_sec",
     "model.encoder.mel_bins", "model.encoder.d_model", "model.encoder.n_heads", "model.encoder.ff_expansion", "model.encoder.conv_kernel",
     "model.encoder.max_positions",
@@ -53,7 +53,7 @@ AT_LEAST_ONE = (
 NOT_NEGATIVE = (
     "data.workers", "data.max_skipped", "data.curriculum_steps", "train.ctc_weight", "train.validate_every", "train.decode_every",
     "train.checkpoint_every", "optimizer.lr", "optimizer.min_lr", "optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.clip_norm",
-    "model.lora.rank", "model.lora.alpha", "model.lora.dropout",
+    "model.lora.rank", "model.lora.alpha", "model.lora.dropout", "generation.temperature",
     "model.encoder.n_layers", "model.projector.hidden", "model.decoder.mlp_ffn", "model.decoder.shared_ffn", "model.decoder.moe_latent",
     "model.decoder.bias_update_rate",
 )
@@ -249,6 +249,11 @@ def adapters(cfg: Config, environment: Environment) -> Iterator[str]:
                    f"name other targets, or leave out {key}")
 
 
+def sampling(cfg: Config, environment: Environment) -> Iterator[str]:
+    if not 0 < cfg.generation.top_p <= 1:
+        yield f"generation.top_p={cfg.generation.top_p} is no share of a probability; choose one above 0 and at most 1"
+
+
 def patterns(cfg: Config, environment: Environment) -> Iterator[str]:
     for key in ("model.freeze_params", "model.prevent_freeze_params", "model.lora.targets"):
         for pattern in value(cfg, key):  # type: ignore[attr-defined]
@@ -258,7 +263,7 @@ def patterns(cfg: Config, environment: Environment) -> Iterator[str]:
                 yield f"{key} holds {pattern!r}, which is no regular expression ({error}); write it as Python does"
 
 
-RULES: tuple[Rule, ...] = (choices, ranges, processes, sharding, layers, encoder, decoder, rows, patterns)
+RULES: tuple[Rule, ...] = (choices, ranges, processes, sharding, layers, encoder, decoder, rows, patterns, sampling)
 SPEC_RULES: tuple[Rule, ...] = (frozen, adapters)  # about parameters, which can be listed once the sizes are right
 
 

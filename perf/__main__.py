@@ -2,9 +2,11 @@
 
 import argparse
 import json
+import sys
 from typing import Any
 
 from kernels.launch import ARCHITECTURES
+from perf.cases import UnknownOperation
 from training.host import keep_freed_memory
 
 
@@ -81,7 +83,11 @@ def _run(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
 def main() -> int:
     arguments = _parser().parse_args()
     keep_freed_memory()  # as the trainer does; theirs gains from it too
-    result, correct = _run(arguments)
+    try:
+        result, correct = _run(arguments)
+    except UnknownOperation as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     print(json.dumps(result), flush=True)
     return 0 if correct else 1
 

@@ -73,10 +73,11 @@ class Pass:
     :param leaves: this rank's shard of every parameter and the whole buffers, by dotted path.
     :param context: handed to every function as its last argument.
     :param shared: what this pass has in common with the other micro-batches of its step.
+    :param compiled: False runs everything eagerly, whatever the engine compiles.
     """
 
-    def __init__(self, engine: Engine, leaves: dict[str, Tensor], context: Any, shared: Shared | None = None):
-        self.engine, self.leaves, self.context, self.shared = engine, leaves, context, shared or Shared()
+    def __init__(self, engine: Engine, leaves: dict[str, Tensor], context: Any, shared: Shared | None = None, compiled: bool = True):
+        self.engine, self.leaves, self.context, self.shared, self.compiled = engine, leaves, context, shared or Shared(), compiled
         self.last: Use | None = None
         self.ahead: Use | None = None  # the next unit, whose gathering has begun
 
@@ -87,18 +88,21 @@ class Pass:
 
     def _call(self, key: tuple[str, ...] | None, fn: Callable[..., Any], *inputs: Any) -> Any:
         if key is None:
-            return self.engine.function(fn)(*inputs, self.context)
+            return self._function(fn)(*inputs, self.context)
         fn = self.engine.bind(fn)
-        if self.engine.compile.scope == "step" and self.engine.compile.enabled:
+        if self.compiled and self.engine.compile.scope == "step" and self.engine.compile.enabled:
             whole = gather_traced(self.engine.units[key], self._shards(key))
             return fn(pytree.tree_unflatten(whole, self.engine.trees[key]), *inputs, self.context)
-        call, use = self.engine.function(fn), self._use(key)
+        call, use = self._function(fn), self._use(key)
         weights = use.weights()
         if self.ahead is not None and self.context.training:  # evaluation runs parts of the order: what is begun might never be used
             self.ahead.start()
         tree = pytree.tree_unflatten(weights, self.engine.trees[key])
         with use.saved() if use.unit.reshard else nullcontext():
             return call(tree, *inputs, self.context)
+
+    def _function(self, fn: Function) -> Function:
+        return self.engine.function(fn) if self.compiled else fn
 
     def _shards(self, key: tuple[str, ...]) -> list[Tensor]:
         return [self.leaves[path] for path in self.engine.paths[key]]

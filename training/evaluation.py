@@ -1,31 +1,22 @@
-"""Validation loss and greedy transcripts of the validation sets, over all ranks, each utterance once."""
+"""Validation loss and transcripts of the validation sets, over all ranks, each utterance once."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
-import jiwer
 import torch
 from torch import Tensor
 
 from configs.schema import Config
-from data.tokenizer import Tokenizer
+from data.errors import DataError
+from data.tokenizer import Tokenizer, prompt_ids
 from model import mel, speech_lm
 from parallel.collectives import gather_objects
 from parallel.mesh import Mesh
-from training.decode import greedy
 from training.engine import Engine, Pass
+from training.generation import Weights, generate
+from training.scoring import Transcript
 from training.state import State
 from training.step import Batch, all_reduce_together, make_context, to_device
-
-
-@dataclass(frozen=True)
-class Transcript:
-    """What was said and what was heard."""
-
-    id: str
-    reference: str
-    hypothesis: str
 
 
 def validation_loss(cfg: Config, mesh: Mesh, engine: Engine, state: State, batches: Iterable[dict[str, Any]]) -> dict[str, float]:
@@ -42,27 +33,40 @@ def validation_loss(cfg: Config, mesh: Mesh, engine: Engine, state: State, batch
     return {"loss": (totals["loss"] / totals["labels"].clamp(min=1)).item(), "labels": totals["labels"].item()}
 
 
-def transcribe(cfg: Config, mesh: Mesh, engine: Engine, state: State, batches: Iterable[dict[str, Any]],
-               tokenizer: Tokenizer) -> list[Transcript]:
-    """Greedy transcripts of prompt-only rows (see data.loader.decoding_batches), of all ranks, on every rank, ordered by utterance id."""
-    leaves, mine = state.leaves(), []
+def transcribe(weights: Weights, batches: Iterable[dict[str, Any]], tokenizer: Tokenizer) -> list[Transcript]:
+    """Answers to prompt-only rows (see data.loader.decoding_batches), of all ranks, on every rank, ordered by utterance id; the pieces of
+    an utterance joined."""
+    cfg, mesh = weights.cfg, weights.mesh
+    stop_ids, text_tokens = stops(cfg, tokenizer), len(prompt_ids(cfg.data, tokenizer)) - 1
+    mine: list[tuple[str, int, Transcript]] = []
     for batch in batches:
-        answers = greedy(cfg, mesh, engine, leaves, to_device(batch, mesh), batch["answer_starts"], batch["answer_room"], tokenizer.eos_id)
-        mine += [Transcript(*fields) for fields in zip(batch["ids"], batch["texts"], map(tokenizer.decode, answers), strict=True)]
-    return sorted((t for part in gather_objects(mine, mesh.dp_group) for t in part), key=lambda t: t.id)
+        row = to_device(batch, mesh)
+        context = make_context(cfg, row, mesh, training=False, split=False)
+        names = [f"{name}/{piece}" for name, piece in zip(batch["ids"], batch["pieces"], strict=True)]
+        answers = generate(weights, row, context, longest=context.utterance_frames + text_tokens, stop_ids=stop_ids, names=names)
+        for u, (name, piece, answer) in enumerate(zip(batch["ids"], batch["pieces"], answers, strict=True)):
+            audio_sec = int(batch["audio_samples_U"][u]) / cfg.data.sample_rate
+            mine.append((name, piece, Transcript(name, batch["texts"][u], tokenizer.decode(answer).strip(), audio_sec)))
+    return joined([piece for part in gather_objects(mine, mesh.dp_group) for piece in part])
 
 
-def word_error_rate(transcripts: list[Transcript]) -> dict[str, float]:
-    """WER and its parts by jiwer. An utterance without a reference word counts only what was inserted there; none at all gives 0 words."""
-    spoken = [t for t in transcripts if t.reference.split()]
-    silent = sum(len(t.hypothesis.split()) for t in transcripts if not t.reference.split())
-    if not spoken:
-        return {"wer": float(silent > 0), "words": 0, "substitutions": 0, "deletions": 0, "insertions": silent}
-    counted = jiwer.process_words([t.reference for t in spoken], [t.hypothesis for t in spoken])
-    words = counted.hits + counted.substitutions + counted.deletions
-    errors = counted.substitutions + counted.deletions + counted.insertions + silent
-    return {"wer": errors / words, "words": words, "substitutions": counted.substitutions, "deletions": counted.deletions,
-            "insertions": counted.insertions + silent}
+def joined(pieces: Iterable[tuple[str, int, Transcript]]) -> list[Transcript]:
+    """One transcript an utterance, ordered by id: the hypotheses of its pieces in order, their durations together."""
+    found: dict[str, Transcript] = {}
+    for name, _, t in sorted(pieces, key=lambda piece: piece[:2]):
+        before = found.get(name)
+        heard = [text for text in (before.hypothesis if before else "", t.hypothesis) if text]
+        found[name] = Transcript(name, t.reference, " ".join(heard), t.audio_sec + (before.audio_sec if before else 0.0))
+    return list(found.values())
+
+
+def stops(cfg: Config, tokenizer: Tokenizer) -> list[int]:
+    """The tokens that end an answer: the tokenizer's and generation.stop_tokens."""
+    more = {token: tokenizer.backend.token_to_id(token) for token in cfg.generation.stop_tokens}
+    unknown = [token for token, index in more.items() if index is None]
+    if unknown:
+        raise DataError(f"generation.stop_tokens holds {unknown[0]!r}, which {cfg.data.tokenizer} does not have; name one of its tokens")
+    return [*tokenizer.stop_ids, *(index for index in more.values() if index is not None)]
 
 
 def mel_picture(cfg: Config, mesh: Mesh, batch: Batch) -> Tensor:

@@ -1,8 +1,10 @@
 """From the command line to a running job: refuse what cannot work, say what the run is, run it, report a failure in one sentence."""
 
+import json
 import math
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +25,7 @@ from parallel.mesh import Mesh, make_mesh, start_processes, stop_processes
 from parallel.names import zero_stage
 from parallel.validate import Environment, validate
 from training import checkpoint, config
+from training.evaluation import stops
 from training.loop import Outcome, Run, RunError
 from training.progress import RunSummary, banner
 from training.step import DTYPES, state_dtype
@@ -45,7 +48,16 @@ def refuse(sentences: Sequence[str]) -> NoReturn:
     """End with the sentences, printed once: every rank comes to the same ones."""
     if rank() == 0:
         print(*(f"error: {sentence}" for sentence in sentences), sep="\n", file=sys.stderr, flush=True)
+    tell_launcher("\n".join(f"error: {sentence}" for sentence in sentences))
     sys.exit(REFUSED)
+
+
+def tell_launcher(reason: str) -> None:
+    """Let torchrun end its own report, which follows ours, with the reason; it reads a file that it has named."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        about = {"message": reason, "extraInfo": {"py_callstack": reason, "timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": about}))
 
 
 def show(arguments: Sequence[str]) -> str:
@@ -85,6 +97,7 @@ def check_data(cfg: Config) -> None:
     size, rows = load_tokenizer(cfg.data).vocab_size, cfg.model.decoder.vocab_size
     if size > rows:
         raise DataError(f"model.decoder.vocab_size={rows} is less than the {size} tokens of {cfg.data.tokenizer}; set it to {size} or more")
+    stops(cfg, load_tokenizer(cfg.data))
     training_source(cfg.data, cfg.seed)
     for name in validation_names(cfg.data):
         validation_source(cfg.data, name)
@@ -105,7 +118,9 @@ def reporting() -> Iterator[None]:
     try:
         yield
     except (DataError, RunError, checkpoint.CheckpointError) as error:
-        print(f"error: {error}" if world() == 1 else f"error on rank {rank()}: {error}", file=sys.stderr, flush=True)
+        reason = f"error: {error}" if world() == 1 else f"error on rank {rank()}: {error}"
+        print(reason, file=sys.stderr, flush=True)
+        tell_launcher(reason)
         os._exit(REFUSED)  # the other ranks may be in a collective: a clean shutdown would wait for them
     else:
         stop_processes()

@@ -24,6 +24,8 @@ from parallel.collectives import any_rank, host_group, sum_over_ranks
 from parallel.mesh import Mesh
 from training import checkpoint, evaluation, optimizer
 from training.config import to_dict
+from training.generation import Weights
+from training.scoring import word_error_rate
 from training.state import State, init_state
 from training.step import make_engine, make_step, row_loss, state_dtype, to_device
 from training.telemetry import Meter, Telemetry, compilations, expert_load, to_floats
@@ -169,12 +171,13 @@ class Run:
             checkpoint.mark_best(self.run_dir, *self.best, self.mesh)
 
     def decode(self) -> None:
-        """Greedy transcripts and word error rate of every validation set."""
+        """Transcripts and word error rate of every validation set."""
+        weights = Weights(self.cfg, self.mesh, self.engine, self.state.leaves())
         self.outcome.wer[self.state.step] = {}
         for name in validation_names(self.cfg.data):
-            batches = list(decoding_batches(self.cfg.data, name, self.mesh.dp_rank, self.mesh.dp, self.cfg.train.max_new_tokens))
-            found = evaluation.transcribe(self.cfg, self.mesh, self.engine, self.state, batches, self.tokenizer)
-            figures = evaluation.word_error_rate(found)
+            batches = list(decoding_batches(self.cfg.data, name, self.mesh.dp_rank, self.mesh.dp))
+            found = evaluation.transcribe(weights, batches, self.tokenizer)
+            figures = word_error_rate(found)
             examples = [(t.reference, t.hypothesis) for t in found[:EXAMPLES]]
             picture = evaluation.mel_picture(self.cfg, self.mesh, to_device(batches[0], self.mesh)) if batches else None
             self.telemetry.log_validation(self.state.step, name, figures, examples, picture)

@@ -98,10 +98,17 @@ class Operation:
         return [case for case in self.cases if case.use == use]
 
 
+class UnknownOperation(ValueError):
+    """A name that no file of this folder has; the message lists those that exist."""
+
+
 def operations(only: Sequence[str] = ()) -> list[Operation]:
-    """Of every file of this folder, by name; those with the names `only`, if there are any."""
+    """Of every file of this folder, by name; those with the names `only`, if there are any. Raises UnknownOperation for other names."""
     names = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "__init__")
     found = [importlib.import_module(f"perf.cases.{name}").OPERATION for name in names]
+    unknown = [name for name in only if name not in {operation.name for operation in found}]
+    if unknown:
+        raise UnknownOperation(f"--only names {unknown[0]}, which is no operation; choose among {', '.join(o.name for o in found)}")
     return [operation for operation in found if not only or operation.name in only]
 
 

@@ -6,12 +6,12 @@ import torch
 
 from configs.schema import RowSize
 from data.errors import DataError
-from data.loader import decoding_batches, empty_batch, file_batch, make_loader, validation_batches
+from data.loader import decoding_batches, empty_batch, file_batches, make_loader, validation_batches
 from data.packing import IGNORE, Load
 from data.plan import take
 from data.tokenizer import load_tokenizer
 from data.workers import Made
-from tests.data.files import RATE, config, digit_config, epochs, ids, noise, speech_manifest, write_audio
+from tests.data.files import RATE, config, digit_config, epochs, ids, noise, speech_manifest, write_audio, write_lines
 
 
 @pytest.fixture(scope="module")
@@ -172,33 +172,20 @@ def test_no_validation_string_is_trained_on(seed):
     assert not held_out & trained
 
 
-def test_rows_for_decoding_hold_prompts_and_room():
+def test_rows_for_decoding_hold_prompts_alone():
     cfg = digit_config(prompt="say <|audio|>")
     full = list(validation_batches(cfg, "held_out", 0, 1))
-    bare = list(decoding_batches(cfg, "held_out", 0, 1, room=11))
+    bare = list(decoding_batches(cfg, "held_out", 0, 1))
     references = [dict(zip(ids(batches), [text for batch in batches for text in batch["texts"]], strict=True)) for batches in (full, bare)]
     assert references[0] == references[1]
     assert len(references[0]) == len(ids(bare)) == 20
     before = len(load_tokenizer(cfg).encode("say "))
     for batch in bare:
         count = len(batch["ids"])
-        prompts = batch["audio_lengths_U"][:count] + before
-        assert torch.equal(batch["cu_seqlens_U1"].diff()[:count], prompts + 11)
-        assert batch["answer_starts"] == (batch["cu_seqlens_U1"][:count] + prompts).tolist()
-        assert batch["answer_room"] == [11] * count
-        for start in batch["answer_starts"]:
-            assert not batch["tokens_T"][start : start + 11].any()
-            assert (batch["frames_T"][start : start + 11] == -1).all()
-            assert batch["frames_T"][start - 1] >= 0
-
-
-def test_answers_are_where_the_batch_says(manifest):
-    cfg = config(manifest)
-    tokenizer = load_tokenizer(cfg)
-    batch = next(make_loader(cfg, 0, 0, 1))
-    for text, start, room in zip(batch["texts"], batch["answer_starts"], batch["answer_room"], strict=True):
-        assert tokenizer.decode(batch["tokens_T"][start : start + room - 1].tolist()) == text
-        assert batch["tokens_T"][start + room - 1] == tokenizer.eos_id
+        assert torch.equal(batch["cu_seqlens_U1"].diff()[:count], batch["audio_lengths_U"][:count] + before)
+        assert (batch["labels_T"] == -100).all()
+        assert batch["pieces"] == [0] * count
+        assert (batch["frames_T"][batch["cu_seqlens_U1"][1 : count + 1] - 1] >= 0).all()
 
 
 def test_unknown_validation_set(manifest):
@@ -208,22 +195,43 @@ def test_unknown_validation_set(manifest):
 
 def test_one_file(tmp_path):
     path = write_audio(tmp_path / "x.wav", noise(8820), rate=44100)
-    batch = file_batch(config(), path, room=7)
-    assert batch["ids"] == ["x"]
+    (batch,) = file_batches(config(), path, 0, 1)
+    assert (batch["ids"], batch["texts"], batch["pieces"]) == (["x"], [""], [0])
     assert batch["audio_sec"] == 0.2
-    assert batch["audio_lengths_U"].tolist() == [3, 0]
-    assert batch["cu_seqlens_U1"].tolist() == [0, 10, 10]
-    assert (batch["answer_starts"], batch["answer_room"]) == ([3], [7])
+    assert batch["audio_lengths_U"].tolist() == [3, 0, 0, 0, 0]
+    assert batch["cu_seqlens_U1"].tolist() == [0, 3, 3, 3, 3, 3]
     assert (batch["audio_S"] != 0).sum() > 3100
 
 
-def test_one_file_that_is_too_long_or_no_audio(tmp_path):
-    path = write_audio(tmp_path / "x.wav", noise(2 * RATE))
-    with pytest.raises(DataError, match=r"x\.wav lasts 2\.0 s and does not fit the largest of data\.rows \(utterance_frames 25 > 12\)"):
-        file_batch(config(), path, room=7)
+def test_one_file_that_is_no_audio(tmp_path):
     (tmp_path / "y.wav").write_text("no audio")
     with pytest.raises(DataError, match=r"y\.wav cannot be read as audio"):
-        file_batch(config(), tmp_path / "y.wav", room=7)
+        file_batches(config(), tmp_path / "y.wav", 0, 1)
+
+
+def test_long_audio_is_cut_at_quiet_moments_and_nothing_is_lost(tmp_path):
+    """5 s of noise for rows of at most 12 frames (0.97 s) an utterance: 7 pieces; 40 ms of silence near each even cut."""
+    audio, quiet_sec = noise(5 * RATE), [0.76, 1.39, 2.18, 2.82, 3.60, 4.25]
+    for moment in quiet_sec:
+        audio[int((moment - 0.02) * RATE) : int((moment + 0.02) * RATE)] = 0
+    write_audio(tmp_path / "x.wav", audio, subtype="FLOAT")
+    manifest = write_lines(tmp_path / "m.jsonl", [
+        {"audio_filepath": "x.wav", "duration": 5.0, "text": "all", "id": "long"},
+        {"audio_filepath": "x.wav", "offset": 1.0, "duration": 0.5, "text": "part", "id": "short"}])
+    found = {}
+    for rank in range(2):
+        for batch in decoding_batches(config(manifest, validation={"dev": str(manifest)}), "dev", rank, 2):
+            for u, (name, piece) in enumerate(zip(batch["ids"], batch["pieces"], strict=True)):
+                assert (name, piece) not in found
+                start = int(batch["audio_starts_U"][u]) * 1280
+                found[name, piece] = batch["audio_S"][start : start + int(batch["audio_samples_U"][u])]
+                assert batch["texts"][u] == {"long": "all", "short": "part"}[name]
+    pieces = [found["long", piece] for piece in range(7)]
+    assert len(found) == 8
+    assert torch.equal(torch.cat(pieces), torch.from_numpy(audio[:, 0]))
+    cuts = torch.cumsum(torch.tensor([len(piece) for piece in pieces]), 0)[:-1] / RATE
+    assert (cuts - torch.tensor(quiet_sec)).abs().max() < 0.02
+    assert len(found["short", 0]) == RATE // 2
 
 
 def test_curriculum_counts_optimizer_steps():

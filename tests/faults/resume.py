@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # which of two libraries multiplies is otherwise measured anew by each process, and they round differently
 ENVIRONMENT = os.environ | {"REEDLING_FP32_PRODUCTS": "mkl"}
 ARGUMENTS = ["+experiment=digits", "train.steps=20", "train.checkpoint_every=10", "train.validate_every=0", "train.decode_at_start=false",
-             "train.log_every=1", "train.decode_every=0", "train.max_new_tokens=2",
+             "train.log_every=1", "train.decode_every=0", "generation.max_new_tokens=2",
              "data.validation_utterances=2", "data.curriculum_steps=10"]
 TIMEOUT_SEC = 900
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from configs.schema import Config, DecoderConfig, EncoderConfig, LoraConfig, ModelConfig
 from model import decoder, fastconformer, lora, params, speech_lm
 from model.context import Context
-from model.linear import linear, uniform
+from model.draws import of_slots
+from model.linear import linear
 from model.lora import Adapted
 from model.params import P, Tree
 from tests.model.rows import audio_row
@@ -128,41 +129,15 @@ def test_the_tree_of_an_adapted_model() -> None:
 SALT = torch.tensor([12345.0])
 
 
-def masks(ctx: Context, salt: Tensor = SALT, columns: int = 64) -> Tensor:
-    return uniform(salt, ctx, len(ctx.segments_T), columns)
-
-
 def row(lengths: tuple[int, ...], draw: int = 5) -> Context:
     return dataclasses.replace(token_row(SMALL, lengths), draw=torch.tensor(draw))
-
-
-def test_draws_depend_on_salt_row_and_place_and_on_nothing_else() -> None:
-    once = masks(row((40, 24)))
-    assert torch.equal(once, masks(row((40, 24))))
-    for other in (masks(row((40, 24), draw=6)), masks(row((40, 24)), SALT + 1)):
-        assert (once == other).float().mean() < 1e-3
-    part = dataclasses.replace(row((40, 24)), segments_T=row((40, 24)).segments_T[16:48], positions_T=row((40, 24)).positions_T[16:48])
-    assert torch.equal(masks(part), once[16:48])  # a process that holds only these slots
-
-
-def test_draws_are_uniform_and_independent() -> None:
-    u = masks(row((3000,)))
-    assert u.min() >= 0
-    assert u.max() < 1
-    counts = torch.histc(u, 16, 0, 1) / u.numel()
-    assert (counts - 1 / 16).abs().max() < 2e-3
-    z = u - 0.5
-    for a, b in ((z[1:], z[:-1]), (z[:, 1:], z[:, :-1]), (z[1:, 1:], z[:-1, :-1]), (z, masks(row((3000,), draw=6)) - 0.5)):
-        assert abs((a * b).mean() * 12) < 1e-2
-    assert z.mean(0).abs().max() < 0.03
-    assert z.mean(1).abs().max() < 0.2
 
 
 def test_dropout_acts_on_the_update_alone_and_only_in_training() -> None:
     w = {name: torch.randn(shape) for name, shape in (("weight", (6, 512)), ("a", (3, 512)), ("b", (6, 3)))}
     x, ctx = torch.randn(50, 512), row((30, 20))
     adapted = Adapted(**w, scale=2.0, magnitude=None, dropout=0.25, salt=SALT, ctx=ctx)
-    keep = masks(ctx, columns=512) >= 0.25
+    keep = of_slots(SALT, ctx, 50, 512) >= 0.25
     assert keep.float().mean().item() == pytest.approx(0.75, abs=0.01)
     expected = x @ w["weight"].T + 2 * (torch.where(keep, x / 0.75, 0) @ w["a"].T) @ w["b"].T
     torch.testing.assert_close(linear(x, adapted), expected, rtol=1e-5, atol=1e-3)

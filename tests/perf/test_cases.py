@@ -93,3 +93,14 @@ def test_saved_tables_name_their_circumstances(tmp_path, monkeypatch) -> None:
     assert {"device", "date", "torch", "triton", "cuda", "python"} <= set(saved)
     roofline.plot([{"operation": "a", "GFLOP": 1.0, "MB": 2.0, "floor ms": 0.1}], tmp_path / "plot.png", "title", 1e12, 1e11)
     assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+def test_a_misspelt_operation_is_one_sentence(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from perf import __main__
+
+    monkeypatch.setattr("sys.argv", ["perf", "compile", "--only", "attentoin"])
+    assert __main__.main() == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: --only names attentoin, which is no operation; choose among attention, ")
+    assert err.count("\n") == 1

@@ -1,0 +1,38 @@
+"""Random numbers as pure functions of what they are for: no state, the same in recomputation and on any number of processes."""
+
+import torch
+from torch import Tensor
+
+from model.context import Context
+
+
+def uniform(*keys: Tensor) -> Tensor:
+    """fp32 in [0, 1), one for each element of the integer tensors `keys`, which are broadcast together; all keys count."""
+    bits = torch.zeros_like(keys[0], dtype=torch.int64)
+    for key in keys:
+        bits = _mixed(bits ^ _mixed(key.long() + 1))
+    return (bits >> 8).float() * 2.0**-24
+
+
+def of_slots(salt: Tensor, ctx: Context, rows: int, columns: int) -> Tensor:
+    """fp32 [rows, columns] in [0, 1), a pure function of the salt (run seed and path), the row of the step and the place in it.
+
+    The place is (utterance, position), so that it does not matter how a row is split over processes; of anything but the token row and the
+    audio row it is the number of the row.
+    """
+    assert ctx.draw is not None
+    if rows == len(ctx.segments_T):
+        place = ctx.segments_T.long() * 65537 + ctx.positions_T
+    elif rows == len(ctx.audio_segments_A):
+        place = ctx.audio_segments_A * 65537 + ctx.audio_positions_A
+    else:
+        place = torch.arange(rows, device=salt.device)
+    return uniform(salt.long().view(1, 1), ctx.draw.view(1, 1), place[:, None], torch.arange(columns, device=salt.device)[None])
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """Numbers of 32 bits, each bit of which depends on all of x's lowest 32; int64, without overflow."""
+    x = x & 0xFFFFFFFF
+    for _ in range(2):
+        x = ((x >> 16) ^ x) * 0x45D9F3B & 0xFFFFFFFF
+    return (x >> 16) ^ x
