@@ -127,17 +127,17 @@ class RowSize:
     """Static sizes of one packed row; see data/packing.py."""
 
     tokens: int = MISSING  # text tokens and audio frames of all utterances
-    audio_frames: int = MISSING  # encoder frames (80 ms) that the flat audio row holds, gaps included
+    audio_frames: int = 0  # encoder frames (80 ms) that the flat audio row holds, gaps included; text has none
     utterances: int = MISSING  # most utterances in a row
-    utterance_frames: int = MISSING  # most encoder frames of one utterance
-    label_tokens: int = MISSING  # most transcript tokens of one utterance (for CTC)
+    utterance_frames: int = 0  # most encoder frames of one utterance; text has none
+    label_tokens: int = 0  # most transcript tokens of one utterance (for CTC); text needs none
 
 
 @dataclass
 class DataConfig:
     """Where utterances come from and how they are packed."""
 
-    kind: str = "manifest"  # manifest (NeMo JSONL or Lhotse cuts) | digits (the embedded demo)
+    kind: str = "manifest"  # manifest (NeMo JSONL or Lhotse cuts) | text (JSONL, for model.encoder=null) | digits (the embedded demo)
     manifest: str = MISSING  # training manifest, a path
     validation: dict[str, str] = field(default_factory=dict)  # name -> manifest of each validation set
     tokenizer: str = MISSING  # path of a tokenizer.json

@@ -55,6 +55,7 @@ class Manifest:
 
     path: str
     blob: bytes
+    text_only: bool  # lines of text without audio
     places: np.ndarray  # int64 [n, 3]: line number, first byte, last byte + 1
     repeated: frozenset[str]  # ids that several lines have
 
@@ -63,11 +64,14 @@ class Manifest:
 
     def __getitem__(self, index: int) -> Utterance:
         line, start, stop = (int(n) for n in self.places[index])
-        return _parse(self.blob[start:stop], self.path, line, self.repeated)
+        return _parse(self.blob[start:stop], self.path, line, self.repeated, self.text_only)
 
 
-def read_manifest(path: str | Path, on_bad_text: str = "fail") -> Manifest:
-    """The utterances of a manifest, plain or gzipped. Any malformed line is an error, and with on_bad_text=fail any bad text."""
+def read_manifest(path: str | Path, on_bad_text: str = "fail", text_only: bool = False) -> Manifest:
+    """The utterances of a manifest, plain or gzipped. Any malformed line is an error, and with on_bad_text=fail any bad text.
+
+    :param text_only: a line is {"text": ...}, or with it "prompt", what the text answers, and "id"
+    """
     path = str(path)
     blob = _read(path)
     places: list[tuple[int, int, int]] = []
@@ -77,7 +81,7 @@ def read_manifest(path: str | Path, on_bad_text: str = "fail") -> Manifest:
     for line, text in enumerate(io.BytesIO(blob), 1):
         stop = start + len(text)
         if text.strip():
-            utterance = _parse(text, path, line, frozenset())
+            utterance = _parse(text, path, line, frozenset(), text_only)
             try:
                 transcript(utterance)
             except UtteranceError as error:
@@ -87,7 +91,7 @@ def read_manifest(path: str | Path, on_bad_text: str = "fail") -> Manifest:
         start = stop
     if not places:
         raise DataError(f"{path} has no lines; a manifest holds one JSON object a line")
-    return Manifest(path, blob, np.array(places), frozenset(repeated))
+    return Manifest(path, blob, text_only, np.array(places), frozenset(repeated))
 
 
 def transcript(utterance: Utterance) -> str:
@@ -107,7 +111,7 @@ def _read(path: str) -> bytes:
         raise DataError(f"the manifest {path} cannot be read ({reason}); check the path") from error
 
 
-def _parse(raw: bytes, path: str, line: int, repeated: frozenset[str]) -> Utterance:
+def _parse(raw: bytes, path: str, line: int, repeated: frozenset[str], text_only: bool) -> Utterance:
     where = f"line {line} of {path}"
     try:
         entry = json.loads(raw)
@@ -115,9 +119,21 @@ def _parse(raw: bytes, path: str, line: int, repeated: frozenset[str]) -> Uttera
         raise DataError(f"{where} is not JSON ({error}); a manifest holds one JSON object a line") from error
     if not isinstance(entry, dict):
         raise DataError(f"{where} is {type(entry).__name__}, not a JSON object; a manifest holds one JSON object a line")
+    if text_only:
+        return _parse_text(entry, where, line)
     is_cut = "audio_filepath" not in entry and bool(_CUT_KEYS & set(entry))
     utterance = _parse_cut(entry, where) if is_cut else _parse_nemo(entry, path, where)
     return replace(utterance, id=f"{utterance.id}#{line}") if utterance.id in repeated else utterance
+
+
+def _parse_text(entry: dict[str, Any], where: str, line: int) -> Utterance:
+    """An utterance of no sound; its id always names its line."""
+    if "text" not in entry:
+        raise DataError(f"{where}: no text (has: {', '.join(sorted(entry)) or 'no key'}); add it")
+    prompt = entry.get("prompt")
+    if prompt is not None and not isinstance(prompt, str):
+        raise DataError(f"{where}: prompt is {prompt!r}, not a string")
+    return Utterance(f"{entry.get('id', 'text')}#{line}", where, entry["text"], 0.0, None, extra={"prompt": prompt})
 
 
 def _parse_nemo(entry: dict[str, Any], path: str, where: str) -> Utterance:

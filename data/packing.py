@@ -138,10 +138,11 @@ class Load:
 
 
 def load_of(prompt_tokens: int, answer_tokens: int, samples: int, ends: int = 1, encoder: str = "fastconformer") -> Load:
-    """Load of one utterance: `prompt_tokens` with the audio placeholder, transcript, `ends` end tokens, audio samples."""
+    """Load of one utterance: `prompt_tokens` with the audio placeholder if there is an encoder, transcript, `ends` end tokens, samples."""
     counting = COUNTING[encoder]
-    frames = counting.tokens(samples)
-    return Load(prompt_tokens - 1 + frames + answer_tokens + ends, counting.slots(samples), 1, frames, answer_tokens)
+    frames, placeholders = counting.tokens(samples), int(encoder != "none")
+    tokens = prompt_tokens - placeholders + frames + answer_tokens + ends
+    return Load(tokens, counting.slots(samples), 1, frames, placeholders * answer_tokens)
 
 
 def pack_row(utterances: Sequence[Example], size: RowSize, encoder: str = "fastconformer") -> dict[str, np.ndarray]:
@@ -155,15 +156,16 @@ def pack_row(utterances: Sequence[Example], size: RowSize, encoder: str = "fastc
     samples = np.array([len(u.samples) for u in utterances], dtype=np.int64)
     slots = np.array([COUNTING[encoder].slots(int(n)) for n in samples], dtype=np.int64)
     starts, frames = np.cumsum(slots) - slots, COUNTING[encoder].tokens(samples)
-    return _token_fields(utterances, frames, starts, size) | _audio_fields(utterances, samples, frames, slots, starts, size) \
-        | _ctc_fields(utterances, size)
+    one = np.s_[:, :0] if encoder == "none" else np.s_[:, :]  # audio an utterance, or none of a text
+    return _token_fields(utterances, frames[:, None][one], starts[:, None][one], size) \
+        | _audio_fields(utterances, samples, frames, slots, starts, size) | _ctc_fields([] if encoder == "none" else utterances, size)
 
 
 def _token_fields(utterances: Sequence[Example], frames: np.ndarray, starts: np.ndarray, size: RowSize) -> dict[str, np.ndarray]:
     row = pack_tokens(
         ids=[[*u.prompt, *u.answer, *u.end] for u in utterances],
         supervised=[[False] * len(u.prompt) + [True] * (len(u.answer) + len(u.end)) for u in utterances],
-        audio_frames=frames[:, None].tolist(), frame_starts=starts[:, None].tolist(), names=[u.id for u in utterances])
+        audio_frames=frames.tolist(), frame_starts=starts.tolist(), names=[u.id for u in utterances])
     return {
         "tokens_T": _extend(row.tokens_T, size.tokens, 0), "labels_T": _extend(row.labels_T, size.tokens, IGNORE),
         "frames_T": _extend(row.frames_T, size.tokens, -1), "segments_T": _extend(row.segments_T, size.tokens, size.utterances),

@@ -8,7 +8,7 @@ from configs.schema import DataConfig, RowSize
 from data.errors import REASONS, DataError
 
 _CHOICES = {
-    "kind": ("manifest", "digits"), "channels": ("mean", "first", "error"),
+    "kind": ("manifest", "text", "digits"), "channels": ("mean", "first", "error"),
     **{f"on_{reason}": ("fail", "skip") for reason in REASONS},
 }
 
@@ -38,7 +38,8 @@ def check(cfg: DataConfig) -> None:
     if not 1 <= cfg.min_words <= cfg.max_words:
         raise DataError(f"data.min_words is {cfg.min_words} and data.max_words {cfg.max_words}; it must be 1 <= min_words <= max_words")
     rows = row_sizes(cfg)
-    if not rows or min(min(vars(row).values()) for row in rows) < 1:
+    needed = ("tokens", "utterances") if cfg.kind == "text" else tuple(f.name for f in fields(RowSize))
+    if not rows or min(getattr(row, name) for row in rows for name in needed) < 1:
         raise DataError(f"data.rows is {rows}; give at least one row size, of numbers above 0")
     for small, large in pairwise(rows):
         if any(value > getattr(large, key) for key, value in vars(small).items()):

@@ -1,4 +1,4 @@
-"""Where utterances come from: a manifest, or the digit strings. An Item is all that planning needs; its audio is read by a worker."""
+"""Where utterances come from: a manifest, a file of text, the digit strings. An Item is all that planning needs."""
 
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -11,9 +11,9 @@ from data.audio import count_samples, read_audio
 from data.errors import DataError, UtteranceError
 from data.manifest import Manifest, Utterance, read_manifest, transcript
 from data.packing import Example, Load, load_of
-from data.prompts import Format
+from data.prompts import Format, Turn, spans
 from data.settings import check, given, row_sizes
-from data.tokenizer import Tokenizer, answer_ids, load_tokenizer, prompt_format, prompt_ids
+from data.tokenizer import Tokenizer, answer_ids, encode_spans, load_tokenizer, prompt_format, prompt_ids
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Item:
 
     id: str
     text: str
-    prompt: tuple[int, ...]  # with AUDIO once
+    prompt: tuple[int, ...]  # with AUDIO once, or of a text without it
     answer: tuple[int, ...]
     end: tuple[int, ...]
     load: Load
@@ -53,6 +53,8 @@ class Writer:
     form: Format
     prompt: tuple[int, ...]
     encoder: str  # which counts audio tokens
+    system: str | None = None  # of a text with a prompt of its own
+    eos: str | None = None
 
     def item(self, name: str, text: str, samples: int, audio: Utterance | digits.DigitString) -> Item:
         """The item of a clean transcript; raises UtteranceError for text that the tokenizer would not keep."""
@@ -61,9 +63,22 @@ class Writer:
         return Item(name, text, self.prompt, answer, (self.tokenizer.eos_id,), load, audio)
 
 
+    def text_item(self, utterance: Utterance, text: str) -> Item:
+        """The item of a text: all of it is learnt, or what answers its prompt."""
+        question = utterance.extra["prompt"]
+        if question is None:
+            prompt = self.tokenizer.encode(self.form.begin) if self.form.begin else []
+        else:
+            turns = [Turn("system", self.system)] if self.system is not None else []
+            prompt, _ = encode_spans(spans(self.form, [*turns, Turn("user", question)], self.eos), self.tokenizer)
+        return replace(self, prompt=tuple(prompt)).item(utterance.id, text, 0, utterance)
+
+
 def writer(cfg: DataConfig) -> Writer:
     """Tokenizer and prompt of the configuration."""
     tokenizer = load_tokenizer(cfg)
+    if cfg.kind == "text":
+        return Writer(tokenizer, prompt_format(cfg), (), "none", cfg.system, cfg.eos_token)
     return Writer(tokenizer, prompt_format(cfg), tuple(prompt_ids(cfg, tokenizer)), cfg.encoder)
 
 
@@ -82,6 +97,8 @@ class ManifestSource:
         utterance = self.manifest[index]
         text = transcript(utterance)
         try:
+            if self.manifest.text_only:
+                return self.writer.text_item(utterance, text)
             return self.writer.item(utterance.id, text, count_samples(utterance.duration_sec, self.sample_rate), utterance)
         except UtteranceError as error:
             raise utterance.fault(error.reason, str(error)) from error
@@ -128,8 +145,8 @@ def training_source(cfg: DataConfig, seed: int) -> ManifestSource | DigitSource:
     """The source of the training utterances; every fault that can be found without reading audio is found here."""
     check(cfg)
     written = writer(cfg)
-    if cfg.kind == "manifest":
-        manifest = read_manifest(given(cfg, "manifest"), cfg.on_bad_text)
+    if cfg.kind != "digits":
+        manifest = read_manifest(given(cfg, "manifest"), cfg.on_bad_text, cfg.kind == "text")
         return ManifestSource(manifest, written, cfg.sample_rate)
     _check_longest_string(cfg, written)
     return DigitSource(written, seed, cfg.min_words, cfg.max_words, cfg.curriculum_steps)
@@ -141,8 +158,8 @@ def validation_source(cfg: DataConfig, name: str) -> ManifestSource | FixedSourc
     if name not in validation_names(cfg):
         raise DataError(f"data.validation has no set {name!r} (has: {', '.join(validation_names(cfg)) or 'none'})")
     written = writer(cfg)
-    if cfg.kind == "manifest":
-        return ManifestSource(read_manifest(cfg.validation[name], cfg.on_bad_text), written, cfg.sample_rate)
+    if cfg.kind != "digits":
+        return ManifestSource(read_manifest(cfg.validation[name], cfg.on_bad_text, cfg.kind == "text"), written, cfg.sample_rate)
     _check_longest_string(cfg, written)
     strings = digits.held_out_strings(cfg.validation_utterances, cfg.min_words, cfg.max_words)
     return FixedSource(tuple(digit_item(f"held_out-{i}", string, written) for i, string in enumerate(strings)))
@@ -150,13 +167,15 @@ def validation_source(cfg: DataConfig, name: str) -> ManifestSource | FixedSourc
 
 def validation_names(cfg: DataConfig) -> list[str]:
     """Names of the validation sets."""
-    return list(cfg.validation) if cfg.kind == "manifest" else ["held_out"]
+    return ["held_out"] if cfg.kind == "digits" else list(cfg.validation)
 
 
 def example(item: Item, cfg: DataConfig) -> Example:
     """Reads the audio of an item; raises UtteranceError if it cannot be used."""
     if isinstance(item.audio, digits.DigitString):
         samples = digits.render(item.audio)
+    elif item.audio.audio is None:
+        samples = np.zeros(0, dtype=np.float32)
     else:
         samples = read_audio(item.audio, cfg.sample_rate, cfg.channels)
     return Example(item.id, item.prompt, item.answer, item.end, samples)

@@ -25,7 +25,7 @@ Rule = Callable[[Config, Environment], Iterator[str]]
 CHOICES = {
     "precision": ("bf16", "fp32", "fp64"),
     "compile.scope": ("layer", "step"),
-    "data.kind": ("manifest", "digits"),
+    "data.kind": ("manifest", "text", "digits"),
     "data.channels": ("mean", "first", "error"),
     "data.on_bad_audio": ("fail", "skip"),
     "data.on_bad_text": ("fail", "skip"),
@@ -203,11 +203,16 @@ def decoder(cfg: Config, environment: Environment) -> Iterator[str]:
 def rows(cfg: Config, environment: Environment) -> Iterator[str]:
     if not cfg.data.rows:
         yield "data.rows is empty; give at least one row size {tokens, audio_frames, utterances, utterance_frames, label_tokens}"
+    if (cfg.data.kind == "text") != (cfg.model.encoder is None):
+        yield (f"data.kind={cfg.data.kind} does not fit a model {'without' if cfg.model.encoder is None else 'with'} an encoder; "
+               "model.encoder=null reads data.kind=text, and nothing else does")
+        return
+    audio = () if cfg.model.encoder is None else ("audio_frames", "utterance_frames", "label_tokens")
     for i, row in enumerate(cfg.data.rows):
-        small = [name for name in ("tokens", "audio_frames", "utterances", "utterance_frames", "label_tokens") if getattr(row, name) < 1]
+        small = [name for name in ("tokens", "utterances", *audio) if getattr(row, name) < 1]
         if small:
             yield f"data.rows[{i}].{small[0]}={getattr(row, small[0])} is too small; it must be at least 1"
-        if row.utterance_frames >= min(row.audio_frames, row.tokens):
+        if audio and row.utterance_frames >= min(row.audio_frames, row.tokens):
             yield (f"data.rows[{i}].utterance_frames={row.utterance_frames} does not fit a row of {row.tokens} tokens and "
                    f"{row.audio_frames} audio frames; make the row longer or the longest utterance shorter")
     sizes = [(r.tokens, r.audio_frames) for r in cfg.data.rows]

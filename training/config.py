@@ -8,6 +8,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
@@ -65,8 +66,8 @@ def with_pretrained(cfg: DictConfig, overrides: Sequence[str]) -> None:
             if any(prefix.startswith(part) for prefix in family.part):
                 values = {name: value for name, value in asdict(getattr(found, part)).items() if name not in TRAINING_KEYS}
                 OmegaConf.update(cfg, f"model.{part}", values, merge=True)
-    if typed:
-        cfg.merge_with(OmegaConf.from_dotlist(typed))
+    for override in OverridesParser.create().parse_overrides(typed):
+        OmegaConf.update(cfg, override.key_or_group, override.value(), merge=True)
 
 
 def composed(overrides: Sequence[str]) -> DictConfig:

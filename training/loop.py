@@ -174,6 +174,8 @@ class Run:
         """Transcripts and word error rate of every validation set."""
         weights = Weights(self.cfg, self.mesh, self.engine, self.state.leaves())
         self.outcome.wer[self.state.step] = {}
+        if self.cfg.model.encoder is None:
+            return  # a text has no reference to be heard against
         for name in validation_names(self.cfg.data):
             batches = list(decoding_batches(self.cfg.data, name, self.mesh.dp_rank, self.mesh.dp))
             found = evaluation.transcribe(weights, batches, self.tokenizer)

@@ -17,7 +17,7 @@ def manifest(tmp_path_factory):
 
 
 BAD = [
-    ({"kind": "tape"}, r"data\.kind is 'tape'; it can be manifest or digits"),
+    ({"kind": "tape"}, r"data\.kind is 'tape'; it can be manifest or text or digits"),
     ({"channels": "left"}, r"data\.channels is 'left'; it can be mean or first or error"),
     ({"on_bad_audio": "ignore"}, r"data\.on_bad_audio is 'ignore'; it can be fail or skip"),
     ({"on_bad_text": "ignore"}, r"data\.on_bad_text is 'ignore'"),

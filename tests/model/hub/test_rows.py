@@ -39,7 +39,7 @@ def model(kind: str, **changes: Any) -> ModelConfig:
 
 def drawn(cfg: ModelConfig) -> dict[str, Tensor]:
     """Random numbers for every parameter and buffer, 16-bit ones so that bf16 files lose nothing."""
-    return {path: torch.randn(p.shape).bfloat16().float() for path, p in params.named_leaves(speech_lm.model_spec(cfg))}
+    return {path: (0.2 * torch.randn(p.shape)).bfloat16().float() for path, p in params.named_leaves(speech_lm.model_spec(cfg))}
 
 
 def written(kind: str, folder: Path, **changes: Any) -> dict[str, Tensor]:
