@@ -70,7 +70,7 @@ def load_tokenizer(cfg: DataConfig) -> Tokenizer:
     audio_id = backend.token_to_id(cfg.audio_token)
     if audio_id is None:  # published language models know nothing of audio
         backend.add_special_tokens([tokenizers.AddedToken(cfg.audio_token, special=True, normalized=False)])
-        audio_id = backend.get_vocab_size() - 1
+        audio_id = backend.get_vocab()[cfg.audio_token]
     form = prompt_format(cfg)
     eos = form.end if cfg.eos_token is None else cfg.eos_token
     eos_id = backend.token_to_id(eos)

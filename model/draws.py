@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from model.context import Context
+from parallel import sequence
 
 
 def uniform(*keys: Tensor) -> Tensor:
@@ -21,11 +22,10 @@ def of_slots(salt: Tensor, ctx: Context, rows: int, columns: int) -> Tensor:
     audio row it is the number of the row.
     """
     assert ctx.draw is not None
-    if rows == len(ctx.segments_T):
-        place = ctx.segments_T.long() * 65537 + ctx.positions_T
-    elif rows == len(ctx.audio_segments_A):
+    place = sequence.own_slots(ctx.segments_T.long() * 65537 + ctx.positions_T, ctx)
+    if rows == len(ctx.audio_segments_A) != len(place):
         place = ctx.audio_segments_A * 65537 + ctx.audio_positions_A
-    else:
+    elif rows != len(place):
         place = torch.arange(rows, device=salt.device)
     return uniform(salt.long().view(1, 1), ctx.draw.view(1, 1), place[:, None], torch.arange(columns, device=salt.device)[None])
 

@@ -148,8 +148,6 @@ def layers(cfg: Config, environment: Environment) -> Iterator[str]:
             left = max(1, left // parts)
     if cfg.model.lora.rank and tp > 1:
         yield f"parallel.tp={tp} cannot split the matrices of an adapter (model.lora.rank={cfg.model.lora.rank}); use parallel.tp=1"
-    if cfg.model.lora.rank and cfg.model.lora.dropout and cp > 1:
-        yield f"parallel.cp={cp} with model.lora.dropout={cfg.model.lora.dropout} would draw other numbers; set the dropout to 0"
 
 
 def encoder(cfg: Config, environment: Environment) -> Iterator[str]:

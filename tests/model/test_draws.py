@@ -1,6 +1,8 @@
 """Draws: uniform, independent, and functions of nothing but their keys."""
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +28,10 @@ def test_draws_depend_on_salt_row_and_place_and_on_nothing_else() -> None:
     assert torch.equal(once, masks(row((40, 24))))
     for other in (masks(row((40, 24), draw=6)), masks(row((40, 24)), SALT + 1)):
         assert (once == other).float().mean() < 1e-3
-    part = dataclasses.replace(row((40, 24)), segments_T=row((40, 24)).segments_T[16:48], positions_T=row((40, 24)).positions_T[16:48])
-    assert torch.equal(masks(part), once[16:48])  # a process that holds only these slots
+    for rank in range(2):  # the second of two processes has the middle half of the row, the first the rest
+        group: Any = SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)
+        own = torch.cat([once[:16], once[48:]]) if rank == 0 else once[16:48]
+        assert torch.equal(of_slots(SALT, dataclasses.replace(row((40, 24)), cp_group=group), 32, 64), own)
 
 
 def test_draws_are_uniform_and_independent() -> None:
