@@ -121,7 +121,16 @@ def cells() -> list[Cell]:
         Cell("dp 8, ep 2", 8, {"ep": 2}, rows=8),
         Cell("hsdp 2 x 4, ep 2", 8, {"dp_replicate": 2, "ep": 2}, rows=8),
         Cell("hsdp 2 x 4, ep 4, zero 1", 8, {"dp_replicate": 2, "ep": 4, "zero_stage": 1}, rows=8),
+        *compiled(2, "layer", {"zero 3": {}, "zero 2": {"zero_stage": 2}, "ep 2": {"ep": 2}, "tp 2": {"tp": 2}, "cp 2": {"cp": 2}}),
+        *compiled(2, "layer", {"ep 2, all to all": {"ep": 2, "ep_dispatch": "alltoall"}}),
+        *compiled(2, "step", {"zero 3": {}, "zero 0": {"zero_stage": 0}, "ep 2": {"ep": 2}, "tp 2": {"tp": 2}, "cp 2": {"cp": 2}}),
+        *compiled(4, "layer", {"hsdp 2 x 2, ep 2": {"dp_replicate": 2, "ep": 2}, "cp 2, tp 2, ep 4": {"cp": 2, "tp": 2, "ep": 4}}),
     ]
+
+
+def compiled(world: int, scope: str, layouts: dict[str, dict[str, object]]) -> list[Cell]:
+    """Cells that run as compiled graphs."""
+    return [Cell(f"{name}, graphs of a {scope}", world, keys, rows=4, compiled=scope) for name, keys in layouts.items()]
 
 
 def batches(cfg: Config, cell: Cell) -> list[Batch]:

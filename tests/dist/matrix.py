@@ -1,4 +1,5 @@
-"""Every layout against one process: `python -m tests.dist.matrix [--precision fp32|fp64] [--cells PATTERN]`; the last line is one JSON object.
+"""Every layout against one process: `python -m tests.dist.matrix [--precision fp32|fp64] [--cells PATTERN] [--backend NAME]`; the last line is one
+JSON object.
 
 The cells of one world size run one after the other in the same processes. Without --cells the table of docs/parallelism.md is written anew.
 """
@@ -25,8 +26,11 @@ BARS = {  # errors above which a cell has failed
 PAGE, START, END = ROOT / "docs/parallelism.md", "<!-- matrix -->", "<!-- end of matrix -->"
 
 
-def measure(chosen: Sequence[Cell], precision: str) -> dict[str, dict[str, Any]]:
-    """Errors of the cells, by name. The references are computed in this process."""
+def measure(chosen: Sequence[Cell], precision: str, backend: str = "inductor") -> dict[str, dict[str, Any]]:
+    """Errors of the cells, by name. The references are computed in this process.
+
+    :param backend: of torch.compile, for the cells that are compiled
+    """
     results: dict[str, dict[str, Any]] = {}
     start_processes(torch.device("cpu"))
     with tempfile.TemporaryDirectory() as folder:
@@ -34,7 +38,7 @@ def measure(chosen: Sequence[Cell], precision: str) -> dict[str, dict[str, Any]]
             torch.save(run(reference, precision), file_of(folder, reference, precision))
         for world in sorted({cell.world for cell in chosen}):
             names = [cell.name for cell in chosen if cell.world == world]
-            results |= torchrun(world, "tests.dist.matrix_worker", folder, precision, *names, timeout_sec=3600)
+            results |= torchrun(world, "tests.dist.matrix_worker", folder, precision, backend, *names, timeout_sec=7200)
     return results
 
 
@@ -50,12 +54,12 @@ def summary(results: dict[str, dict[str, Any]], precision: str) -> dict[str, Any
     return {"cells": len(results), "failed": [name for name, r in results.items() if failed(r, precision)], **worst}
 
 
-def table(chosen: Sequence[Cell], results: dict[str, dict[str, Any]], precision: str) -> str:
+def table(chosen: Sequence[Cell], results: dict[str, dict[str, Any]], precision: str, backend: str) -> str:
     """The rows of docs/parallelism.md."""
     lines = [f"| cell ({precision}) | processes | run | loss | gradients | norm | state after 3 steps |", "|---|---|---|---|---|---|---|"]
     for cell in chosen:
         figures = [f"{results[cell.name][name]:.1e}" for name in BARS[precision]]
-        lines.append(f"| {cell.name} | {cell.world} | {'compiled' if cell.compiled else 'eager'} | {' | '.join(figures)} |")
+        lines.append(f"| {cell.name} | {cell.world} | {backend if cell.compiled else 'eager'} | {' | '.join(figures)} |")
     return "\n".join(lines)
 
 
@@ -63,9 +67,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--precision", choices=BARS, default="fp32")
     parser.add_argument("--cells", default="*")
+    parser.add_argument("--backend", default="inductor")
     options = parser.parse_args()
     chosen = [cell for cell in cells() if fnmatch.fnmatch(cell.name, options.cells)]
-    results = measure(chosen, options.precision)
+    results = measure(chosen, options.precision, options.backend)
     figures = summary(results, options.precision)
     for name, result in results.items():
         marks = result.get("failure") or "  ".join(f"{key} {result[key]:.1e}" for key in BARS[options.precision])
@@ -73,7 +78,7 @@ def main() -> None:
     if options.cells == "*" and options.precision == "fp32" and not figures["failed"]:
         text = PAGE.read_text()
         before, after = text.split(START)[0], text.split(END)[1]
-        PAGE.write_text(f"{before}{START}\n{table(chosen, results, options.precision)}\n{END}{after}")
+        PAGE.write_text(f"{before}{START}\n{table(chosen, results, options.precision, options.backend)}\n{END}{after}")
     print(json.dumps(figures | {"failed": len(figures["failed"])}))
 
 

@@ -1,14 +1,18 @@
 """Under torchrun: runs cells of the matrix one after the other and compares each with its reference in FOLDER.
 
-usage: matrix_worker FOLDER PRECISION CELL...
+usage: matrix_worker FOLDER PRECISION BACKEND CELL...
+BACKEND is that of torch.compile for cells that are compiled.
 """
 
+import functools
 import hashlib
 import json
 import sys
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -37,6 +41,7 @@ def run(cell: Cell, precision: str) -> dict[str, Any]:
     """Every whole gradient, the gradient norm and the number of collectives of the first step; all losses, and whole parameters and
     buffers after STEPS steps."""
     use_libraries(dict.fromkeys(OPERANDS, "mkl"))  # the same everywhere: the features are fp32 also where the model is fp64
+    torch._dynamo.reset()
     cfg = cell.config(precision)
     mesh = make_mesh(cfg.parallel, torch.device("cpu"))
     spec = dict(params.named_leaves(speech_lm.spec(cfg)))
@@ -47,7 +52,8 @@ def run(cell: Cell, precision: str) -> dict[str, Any]:
                 buffer[len(buffer) // 2 :] = -100
     engine = make_engine(cfg, mesh)
     rows = batches(cfg, cell)[mesh.dp_rank * cfg.train.accumulate :][: cfg.train.accumulate]
-    with CommDebugMode() as comms:
+    comms = CommDebugMode()
+    with nullcontext() if cell.compiled else comms:  # nothing compiles under such a mode
         first = make_gradients(cfg, mesh, engine)(state, rows)
     grads = whole(spec, first.grads, mesh)
     step, metrics = make_step(cfg, mesh, engine), []
@@ -93,9 +99,10 @@ def measured(cell: Cell, precision: str, folder: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    folder, precision, *names = sys.argv[1:]
+    folder, precision, backend, *names = sys.argv[1:]
     start_processes(torch.device("cpu"))
-    results = {cell.name: measured(cell, precision, folder) for cell in cells() if cell.name in names}
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
+        results = {cell.name: measured(cell, precision, folder) for cell in cells() if cell.name in names}
     if dist.get_rank() == 0:
         print(json.dumps(results))
     dist.destroy_process_group()
