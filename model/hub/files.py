@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
@@ -17,25 +17,14 @@ from safetensors import safe_open
 from torch import Tensor
 
 from model.hub.family import HubError
+from model.hub.source import Source
+from model.hub.unmerged import merged
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 NEMO_CONFIG, NEMO_WEIGHTS = "model_config.yaml", "model_weights.ckpt"
 LLM_CONFIG = "llm_config.json"  # beside a SALM's config.json, which only names its language model
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-class Source(Protocol):
-    """Tensors on disk."""
-
-    def shapes(self) -> dict[str, list[int]]:
-        """Shape of every tensor by name."""
-
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """Data type of every tensor by name."""
-
-    def read(self, name: str, where: Sequence[slice]) -> Tensor:
-        """A box of a tensor; only its bytes are touched."""
 
 
 @contextmanager
@@ -47,7 +36,7 @@ def opened(path: Path) -> Iterator[Source]:
             yield StateDict(Path(folder) / NEMO_WEIGHTS)
     else:
         with Folder(path) as found:
-            yield found
+            yield merged(found, path)
 
 
 def read_content(path: Path) -> dict[str, Any]:
@@ -69,6 +58,7 @@ def beside(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     """`content`, and if it is a SALM's, the language model's configuration: from the folder, or from the one that pretrained_llm names."""
     if "perception" not in content:
         return content
+    content = {key: value for key, value in content.items() if key != "lora"}  # adapters are read as merged
     places = (path / LLM_CONFIG, Path(str(content.get("pretrained_llm"))) / "config.json")
     found = next((place for place in places if place.exists()), None)
     return content if found is None else content | {"llm": json.loads(found.read_text())}

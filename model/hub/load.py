@@ -11,8 +11,9 @@ from torch import Tensor
 from configs.schema import ModelConfig
 from model.hub.families import family_of
 from model.hub.family import Entry, Family, choose_variant, compare
-from model.hub.files import Source, opened, read_content
+from model.hub.files import opened, read_content
 from model.hub.rows import Block
+from model.hub.source import Source
 from model.params import P
 from parallel import sharding
 from parallel.mesh import Mesh

@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from configs.schema import ModelConfig
+from model.hub.__main__ import run
 from model.hub.family import HubError
+from model.hub.files import opened
 from model.hub.load import load
 from model.hub.save import save
 from model.params import P
@@ -123,3 +125,32 @@ def test_the_language_model_of_a_salm_must_be_described(tmp_path):
     content = json.loads((tmp_path / "config.json").read_text()) | {"pretrained_llm": str(tmp_path / "llm")}
     (tmp_path / "config.json").write_text(json.dumps(content))
     assert load(tmp_path, single_mesh()).family.name == "SALM with Qwen 3"
+
+
+def test_adapters_that_are_still_in_a_salm_are_merged(tmp_path):
+    """As canary-qwen-2.5b is published: LoRA of rank 3 on the values, alpha 6, under peft's names."""
+    _, ours = salm(tmp_path, "embed_tokens.weight")
+    tensors = {name.replace("llm.", "llm.base_model.model.", 1): t for name, t in load_file(tmp_path / "model.safetensors").items()}
+    expected = {}
+    for n in range(2):
+        name = f"llm.base_model.model.model.layers.{n}.self_attn.v_proj"
+        a, b, base = torch.randn(3, 12), torch.randn(8, 3), tensors.pop(f"{name}.weight")
+        tensors |= {f"{name}.base_layer.weight": base, f"{name}.lora_A.default.weight": a, f"{name}.lora_B.default.weight": b}
+        expected[f"decoder.layers.{2 * n}.v.weight"] = base.float() + 2 * b @ a
+    save_file(tensors, tmp_path / "model.safetensors")
+    content = json.loads((tmp_path / "config.json").read_text()) | {"pretrained_llm": str(tmp_path / "llm")}
+    (tmp_path / "config.json").write_text(json.dumps(content | {"lora": {"dim": 3, "alpha": 6, "target_modules": ["v_proj"]}}))
+    loaded = load(tmp_path, single_mesh())
+    for path, matrix in expected.items():
+        torch.testing.assert_close(loaded.tensors[path].full_tensor(), matrix, rtol=1e-6, atol=1e-6)
+    assert torch.equal(loaded.tensors["decoder.layers.0.q.weight"].full_tensor(), ours["decoder.layers.0.q.weight"])
+    with opened(tmp_path) as source:
+        box = source.read("llm.model.layers.1.self_attn.v_proj.weight", (slice(2, 5), slice(3, 9)))
+    torch.testing.assert_close(box, expected["decoder.layers.2.v.weight"][2:5, 3:9], rtol=1e-6, atol=1e-6)
+    result = run(["convert", str(tmp_path), str(tmp_path / "out")])
+    assert result["family"] == "salm/qwen3"
+    assert "lora" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "llm.model.layers.0.self_attn.v_proj.weight" in load_file(tmp_path / "out" / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(content | {"lora": {"dim": 3, "alpha": 6, "use_dora": True}}))
+    with pytest.raises(HubError, match=r"holds adapters and its config.json has lora=.*use_dora"):
+        load(tmp_path, single_mesh())
