@@ -13,7 +13,9 @@ import torch.distributed.checkpoint as dcp
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from configs.schema import ModelConfig
+from configs.schema import DataConfig, ModelConfig
+from data.errors import DataError
+from data.tokenizer import load_tokenizer
 from model import lora
 from model.hub.families import FAMILIES
 from model.hub.family import Entry, Family, HubError, choose_variant, compare
@@ -50,6 +52,8 @@ def convert(path: Path, out: Path, like: Path | None, kind: str | None, dtype: t
             like = Path(cfg.pretrained)
         family = _family_to_write(like, kind)
         save(out, family, cfg, from_checkpoint(checkpoint, cfg), like=like, dtype=dtype, limit_bytes=limit_bytes)
+        if like is None:
+            write_companions(checkpoint, out)
     return {"family": family.model_type, "out": str(out), "files": len(list(out.glob("*.safetensors")))}
 
 
@@ -102,6 +106,20 @@ def stored_config(checkpoint: Path) -> ModelConfig:
     content = json.loads((checkpoint / "meta.json").read_text())["config"]["model"]
     found: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), content))
     return found
+
+
+def write_companions(checkpoint: Path, out: Path) -> None:
+    """The run's tokenizer, and a generation config with its end tokens; nothing where the run's tokenizer is gone."""
+    content = json.loads((checkpoint / "meta.json").read_text())["config"]["data"]
+    data: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataConfig), content))
+    try:
+        tokenizer = load_tokenizer(data)
+    except DataError as error:
+        print(f"no tokenizer and no generation config written: {error}")
+        return
+    tokenizer.backend.save(str(out / "tokenizer.json"))
+    ends = list(tokenizer.stop_ids)
+    (out / "generation_config.json").write_text(json.dumps({"eos_token_id": ends if len(ends) > 1 else ends[0]}, indent=2) + "\n")
 
 
 def _family_to_write(like: Path | None, kind: str | None) -> Family:

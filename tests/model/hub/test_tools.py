@@ -68,7 +68,7 @@ def trained(request: Any, tmp_path: Path) -> tuple[Path, Config, dict[str, Any]]
     for name, w in state.params.items():
         if name.endswith("_lora.b") or name.endswith("magnitude"):
             w.to_local().normal_()
-    content = config.to_dict(replace(cfg, data=replace(cfg.data, manifest="", tokenizer="")))
+    content = config.to_dict(replace(cfg, data=replace(cfg.data, manifest="", tokenizer="data/speech/tokenizer.json")))
     checkpoint.save(tmp_path / "run", state, None, mesh, 1, content)
     return tmp_path / "run", cfg, {name: w.full_tensor() for name, w in state.params.items()}
 
@@ -76,6 +76,9 @@ def trained(request: Any, tmp_path: Path) -> tuple[Path, Config, dict[str, Any]]
 def test_convert_writes_a_run_with_its_adapters_merged(trained, tmp_path):
     folder, cfg, tensors = trained
     assert run(["convert", str(folder), str(tmp_path / "out"), "--family", "llama", "--dtype", "fp32"])["files"] == 1
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"eos_token_id": 1}
+    assert json.loads((tmp_path / "out" / "tokenizer.json").read_text())["model"] == json.loads(
+        Path("data/speech/tokenizer.json").read_text())["model"]
     loaded = load(tmp_path / "out", single_mesh())
     expected = lora.merge(tensors, cfg.model.lora)
     assert loaded.tensors.keys() == expected.keys()
@@ -83,6 +86,7 @@ def test_convert_writes_a_run_with_its_adapters_merged(trained, tmp_path):
     with pytest.raises(HubError, match=r"name one with --family, or a published folder with --like"):
         run(["convert", str(folder), str(tmp_path / "other")])
     assert run(["convert", str(folder), str(tmp_path / "again"), "--like", str(tmp_path / "out")])["family"] == "llama"
+    assert (tmp_path / "again" / "generation_config.json").exists()
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
 
 

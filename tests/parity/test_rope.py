@@ -1,0 +1,34 @@
+"""Rotary positions of long contexts against transformers' own formulas, for heads and lengths of published sizes."""
+
+import pytest
+import torch
+
+from configs.schema import RopeScaling
+from model.rope import rotate
+
+pytestmark = pytest.mark.parity
+CASES = [
+    (dict(rope_type="linear", factor=3.0), RopeScaling("linear", 3.0)),
+    (dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192),
+     RopeScaling("llama3", 8.0, 8192)),
+    (dict(rope_type="llama3", factor=32.0, low_freq_factor=2.0, high_freq_factor=6.0, original_max_position_embeddings=4096),
+     RopeScaling("llama3", 32.0, 4096, 2.0, 6.0)),
+    (dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768), RopeScaling("yarn", 4.0, 32768)),
+    (dict(rope_type="yarn", factor=2.5, original_max_position_embeddings=1024, beta_fast=16.0, beta_slow=4.0, attention_factor=1.3),
+     RopeScaling("yarn", 2.5, 1024, beta_fast=16.0, beta_slow=4.0, attention_factor=1.3)),
+]
+
+
+@pytest.mark.parametrize("theirs, ours", CASES, ids=lambda case: "")
+@pytest.mark.parametrize("theta", [1e4, 5e5])
+def test_rotation_is_theirs(transformers, theirs, ours, theta):
+    from transformers.models.llama import modeling_llama
+
+    config = transformers.LlamaConfig(hidden_size=256, num_attention_heads=2, head_dim=128, max_position_embeddings=131072,
+                                      rope_parameters={**theirs, "rope_theta": theta})
+    q, positions = torch.randn(6, 2, 128), torch.tensor([0, 1, 17, 300, 2000, 4095])
+    cos, sin = modeling_llama.LlamaRotaryEmbedding(config)(q, positions[None])
+    expected = modeling_llama.apply_rotary_pos_emb(q.transpose(0, 1)[None], q.transpose(0, 1)[None], cos, sin)[0][0].transpose(0, 1)
+    # at position p the angles' rounding is p * 2^-24
+    torch.testing.assert_close(rotate(q, positions, theta, 1.0, ours), expected, rtol=0, atol=3e-3)
+    torch.testing.assert_close(rotate(q[:3], positions[:3], theta, 1.0, ours), expected[:3], rtol=0, atol=2e-5)
