@@ -12,7 +12,7 @@ from omegaconf import MISSING
 class EncoderConfig:
     """Speech encoder over log-mel features: NeMo's FastConformer, Whisper's, or GLM-ASR's (Whisper with rotary positions), any size."""
 
-    kind: str = "fastconformer"  # fastconformer | whisper | glm_asr; the keys below it marked F are FastConformer's alone
+    kind: str = "fastconformer"  # fastconformer (keys with F are its own) | whisper | glm_asr; whisper_30s | glm_asr_30s: padded to 30 s
     mel_bins: int = 128  # features a frame of 10 ms
     d_model: int = 1024  # width
     n_layers: int = 32  # Conformer layers

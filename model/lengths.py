@@ -32,6 +32,7 @@ def encoder_frames(samples: Count) -> Count:
 
 
 WHISPER_FRAMES_PER_SLOT = 4  # of 20 ms
+WHISPER_WINDOW_FRAMES = 3000  # log-mel frames, 30 s
 
 
 def whisper_mel_frames(samples: Count) -> Count:
@@ -39,9 +40,15 @@ def whisper_mel_frames(samples: Count) -> Count:
     return (samples + HOP_SAMPLES - 1) // HOP_SAMPLES
 
 
-def whisper_frames(samples: Count) -> Count:
+def whisper_window_frames(samples: Count) -> Count:
+    """The same with the silence that is appended up to 30 seconds."""
+    frames = whisper_mel_frames(samples)
+    return frames + (WHISPER_WINDOW_FRAMES - frames) * ((frames > 0) & (frames < WHISPER_WINDOW_FRAMES))
+
+
+def halved(mel: Count) -> Count:
     """Frames behind Whisper's second convolution, of stride 2."""
-    return (whisper_mel_frames(samples) + 1) // 2
+    return (mel + 1) // 2
 
 
 def slot_frames(samples: int) -> int:
@@ -54,13 +61,13 @@ def slot_frames(samples: int) -> int:
 
 
 def whisper_tokens(samples: Count) -> Count:
-    """Audio tokens of an utterance: four frames each, a rest is left out."""
-    return whisper_frames(samples) // WHISPER_FRAMES_PER_SLOT
+    """Audio tokens of an utterance: four frames each, a rest is left out, and so is silence."""
+    return halved(whisper_mel_frames(samples)) // WHISPER_FRAMES_PER_SLOT
 
 
-def whisper_slot_frames(samples: int) -> int:
-    """Row frames that an utterance takes: two mel frames of silence follow, since the last windows still hear its end."""
-    return -(-(whisper_mel_frames(samples) + 2) // (2 * WHISPER_FRAMES_PER_SLOT))
+def whisper_slot_frames(mel: int) -> int:
+    """Row frames of so many mel frames: two of silence follow, since the last windows still hear an utterance's end."""
+    return -(-(mel + 2) // (2 * WHISPER_FRAMES_PER_SLOT))
 
 
 class Counting(NamedTuple):
@@ -68,9 +75,12 @@ class Counting(NamedTuple):
 
     tokens: Callable[[Any], Any]  # samples -> audio tokens, of any Count
     slots: Callable[[int], int]  # samples -> frames of the flat audio row
+    mel: Callable[[Any], Any]  # samples -> log-mel frames that the encoder sees, of any Count
     frames_a_token: int  # and frames that the encoder makes of a frame of the row
 
 
-_WHISPER = Counting(whisper_tokens, whisper_slot_frames, WHISPER_FRAMES_PER_SLOT)
-COUNTING = {"fastconformer": Counting(encoder_frames, slot_frames, 1), "whisper": _WHISPER, "glm_asr": _WHISPER,
-            "none": Counting(lambda samples: 0 * samples, lambda samples: 0, 1)}
+_EXACT = Counting(whisper_tokens, lambda n: whisper_slot_frames(whisper_mel_frames(n)), whisper_mel_frames, WHISPER_FRAMES_PER_SLOT)
+_WINDOW = Counting(whisper_tokens, lambda n: whisper_slot_frames(whisper_window_frames(n)), whisper_window_frames, WHISPER_FRAMES_PER_SLOT)
+COUNTING = {"fastconformer": Counting(encoder_frames, slot_frames, mel_frames, 1),
+            "whisper": _EXACT, "glm_asr": _EXACT, "whisper_30s": _WINDOW, "glm_asr_30s": _WINDOW,
+            "none": Counting(lambda n: 0 * n, lambda n: 0, lambda n: 0 * n, 1)}

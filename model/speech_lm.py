@@ -17,8 +17,9 @@ from model.context import Context
 from model.freezing import freeze
 from model.params import Tree
 
-ENCODERS: dict[str, ModuleType] = {"fastconformer": fastconformer, "whisper": whisper, "glm_asr": whisper}
-FEATURES = {"fastconformer": mel.log_mel, "whisper": whisper_mel.log_mel, "glm_asr": whisper_mel.log_mel}
+WHISPERS = ("whisper", "whisper_30s", "glm_asr", "glm_asr_30s")
+ENCODERS: dict[str, ModuleType] = {"fastconformer": fastconformer, **dict.fromkeys(WHISPERS, whisper)}
+FEATURES = {"fastconformer": mel.log_mel, **dict.fromkeys(WHISPERS, whisper_mel.log_mel)}
 Run = Callable[..., Any]
 Stats = dict[str, Tensor]  # sums that `update` needs, by unit and name
 

@@ -1,7 +1,7 @@
 """Whisper's encoder over the flat audio row, and GLM-ASR's, which is the same with rotary positions.
 
-Two convolutions make frames of 20 ms, four a frame of the row; then pre-norm layers whose attention sees the whole utterance. Every
-utterance is encoded at its own length: nothing of the 30 seconds of silence that the owners' front ends append to it.
+Two convolutions make frames of 20 ms, four a frame of the row; then pre-norm layers whose attention sees the whole utterance. An utterance
+is encoded at its own length, or, as kind whisper_30s or glm_asr_30s, with the silence up to 30 seconds that the owners' front ends append.
 """
 
 import math
@@ -15,8 +15,8 @@ from configs.schema import EncoderConfig
 from kernels.attention import attention
 from model.audio_row import slot_positions, valid_slots
 from model.context import Context
+from model.lengths import COUNTING, halved
 from model.lengths import WHISPER_FRAMES_PER_SLOT as RATE
-from model.lengths import whisper_frames, whisper_mel_frames
 from model.linear import linear
 from model.norm import layer_norm
 from model.params import P
@@ -35,14 +35,14 @@ def spec(cfg: EncoderConfig) -> dict[str, Any]:
 def subsampling_spec(cfg: EncoderConfig) -> dict[str, Any]:
     """conv1, conv2, and Whisper's table of positions."""
     tree = {"conv1": _convolution_spec(cfg.d_model, cfg.mel_bins), "conv2": _convolution_spec(cfg.d_model, cfg.d_model)}
-    if cfg.kind == "whisper":
+    if cfg.kind.startswith("whisper"):
         tree["positions"] = {"weight": P((cfg.max_positions, cfg.d_model), ("positions", "embed"), "sinusoids", kind="buffer")}
     return tree
 
 
 def subsample(w: Weights, mel: Tensor, ctx: Context) -> Tensor:
     """Log-mel [8 * A, M] -> frames [4 * A, D] in the compute dtype."""
-    real = valid_slots(whisper_mel_frames(ctx.audio_samples_U), 2 * RATE, ctx)[:, None]
+    real = valid_slots(COUNTING[ctx.encoder.kind].mel(ctx.audio_samples_U), 2 * RATE, ctx)[:, None]
     x = F.gelu(_convolve(w["conv1"], torch.where(real, mel.to(ctx.dtype), 0), 1))
     x_AD = F.gelu(_convolve(w["conv2"], torch.where(real, x, 0), 2))
     if "positions" in w:
@@ -84,7 +84,7 @@ def norm(w: Weights, x_AD: Tensor) -> Tensor:
 
 def _attention(w: Weights, h_AD: Tensor, ctx: Context) -> Tensor:
     q, k, v = (_linear(w[name], h_AD).unflatten(1, (ctx.encoder.n_heads, -1)) for name in "qkv")
-    if ctx.encoder.kind == "glm_asr":
+    if ctx.encoder.kind.startswith("glm_asr"):
         positions = slot_positions(RATE, ctx)
         q, k = (rotate(t, positions, _THETA, _FRACTION) for t in (q, k))
     places, keys = _places(ctx)
@@ -97,7 +97,8 @@ def _places(ctx: Context) -> tuple[Tensor, Tensor]:
     utterances = torch.arange(len(ctx.audio_starts_U), device=ctx.audio_segments_A.device)
     sizes_U = (ctx.audio_segments_A == utterances[:, None]).sum(1) * RATE
     bounds = F.pad(sizes_U.cumsum(0), (1, 0))
-    return bounds.int(), torch.stack((bounds[:-1], bounds[:-1] + whisper_frames(ctx.audio_samples_U))).int()
+    real_U = halved(COUNTING[ctx.encoder.kind].mel(ctx.audio_samples_U))
+    return bounds.int(), torch.stack((bounds[:-1], bounds[:-1] + real_U)).int()
 
 
 def _norm_spec(width: int) -> dict[str, P]:

@@ -11,7 +11,7 @@ from kernels.inductor import stored
 from kernels.linear import linear
 from model.audio_row import slot_positions, spread, valid_slots
 from model.context import Context
-from model.lengths import HOP_SAMPLES, whisper_mel_frames
+from model.lengths import COUNTING, HOP_SAMPLES
 from model.mel import MEL_PER_FRAME, mel_filterbank
 
 _FFT_SAMPLES = 400  # also the window
@@ -24,7 +24,7 @@ def log_mel(audio_S: Tensor, ctx: Context) -> Tensor:
     power = torch.view_as_real(torch.fft.rfft(_windows(audio_S.float(), ctx))).square().sum(-1)
     loudness = linear(power, mel_filterbank(ctx.encoder.mel_bins, audio_S.device, _FFT_SAMPLES)).clamp(min=_FLOOR).log10()
     floor = spread(_loudest(loudness.amax(-1), ctx) - _RANGE, MEL_PER_FRAME, ctx)[:, None]
-    real = valid_slots(whisper_mel_frames(ctx.audio_samples_U), MEL_PER_FRAME, ctx)[:, None]
+    real = valid_slots(COUNTING[ctx.encoder.kind].mel(ctx.audio_samples_U), MEL_PER_FRAME, ctx)[:, None]
     return torch.where(real, (torch.maximum(loudness, floor) + 4.0) / 4.0, 0.0)
 
 

@@ -30,7 +30,7 @@ CHOICES = {
     "data.on_bad_audio": ("fail", "skip"),
     "data.on_bad_text": ("fail", "skip"),
     "data.on_too_long": ("fail", "skip"),
-    "model.encoder.kind": ("fastconformer", "whisper", "glm_asr"),
+    "model.encoder.kind": ("fastconformer", "whisper", "whisper_30s", "glm_asr", "glm_asr_30s"),
     "parallel.ep_dispatch": ("allgather", "alltoall"),
     "model.encoder.conv_norm": ("batch_norm", "layer_norm"),
     "model.decoder.activation": ("relu2", "swiglu"),
@@ -160,11 +160,11 @@ def encoder(cfg: Config, environment: Environment) -> Iterator[str]:
         yield f"model.encoder.conv_kernel={e.conv_kernel} is even; choose an odd number, so that the convolution is centred"
     if e.d_model % 2:
         yield f"model.encoder.d_model={e.d_model} is odd; positions need an even width"
-    frames_of_20_ms = e.kind in ("whisper", "glm_asr")
+    frames_of_20_ms = e.kind.startswith(("whisper", "glm_asr"))
     if frames_of_20_ms and cfg.train.ctc_weight > 0:
         yield f"train.ctc_weight={cfg.train.ctc_weight} needs frames of a fastconformer and model.encoder.kind={e.kind}; set it to 0"
     longest = max((row.utterance_frames for row in cfg.data.rows), default=0) * 4
-    if e.kind == "whisper" and longest > e.max_positions:
+    if e.kind.startswith("whisper") and longest > e.max_positions:
         yield (f"data.rows holds utterances of {longest} frames of 20 ms and model.encoder.max_positions={e.max_positions}; "
                f"set utterance_frames to {e.max_positions // 4} at most")
 

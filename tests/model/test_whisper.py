@@ -7,12 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from configs.schema import DecoderConfig, EncoderConfig, ProjectorConfig
-from model import lengths, params, projector, whisper, whisper_mel
+from configs.schema import Config, DecoderConfig, EncoderConfig, ProjectorConfig, RowSize
+from data.packing import AUDIO, Example, pack_row
+from model import decoder, lengths, params, projector, speech_lm, whisper, whisper_mel
 from model.hub.load import load
 from tests.model.rows import audio_row
 from tests.parity import speech
-from tests.parity.results import leaves, single_mesh
+from tests.parity.results import leaves, runner, single_mesh
+from training.step import make_context
 
 TINY = EncoderConfig(kind="whisper", mel_bins=80, d_model=16, n_layers=2, n_heads=4, max_positions=300)
 GLM = EncoderConfig(kind="glm_asr", mel_bins=80, d_model=16, n_layers=2, n_heads=4)
@@ -90,7 +92,7 @@ def test_packed_utterances_are_separate_ones(cfg):
     packed = encode(w, noise, ctx)
     for start, wave, mel in zip(ctx.audio_starts_U.tolist(), waves, mels, strict=False):
         alone = encode(w, mel, audio_row([wave], cfg, dtype=torch.float64)[1])
-        frames = lengths.whisper_frames(len(wave))
+        frames = lengths.halved(-(-len(wave) // 160))
         torch.testing.assert_close(packed[4 * start : 4 * start + frames], alone[:frames], rtol=1e-12, atol=1e-12)
 
 
@@ -119,7 +121,7 @@ def test_counts(samples):
     counting = lengths.COUNTING["glm_asr"]
     mel = -(-samples // 160)
     frames = (mel + 2 - 3) // 2 + 1 if mel else 0  # padding 1, kernel 3, stride 2
-    assert lengths.whisper_frames(samples) == frames
+    assert lengths.halved(lengths.whisper_mel_frames(samples)) == frames
     assert counting.tokens(samples) == ((frames - 4) // 4 + 1 if frames >= 4 else 0)
     assert 8 * counting.slots(samples) >= mel + 2 > 8 * (counting.slots(samples) - 1)
 
@@ -138,3 +140,31 @@ def test_one_graph_equals_eager():
     real = whisper._places(ctx)[1][:, :2].t()
     for (start, end), expected in zip(real.tolist(), [run(lambda f: f)] * 2, strict=True):
         torch.testing.assert_close(got[start:end], expected[start:end], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parity
+def test_glm_asr_from_samples_is_the_owners_with_its_30_seconds_of_silence(transformers, tmp_path):
+    """Their feature extractor, encoder and language model on one utterance at a time, ours on one packed row of samples."""
+    model, extractor = speech.make_glm_asr(transformers), transformers.WhisperFeatureExtractor(feature_size=80)
+    model.save_pretrained(tmp_path)
+    loaded = load(tmp_path, single_mesh())
+    assert loaded.cfg.encoder is not None
+    loaded.cfg.encoder.kind = "glm_asr_30s"
+    waves, text = [torch.randn(n) * 0.1 for n in (16123, 40000, 700)], torch.tensor([5, 6, 7, 8])
+    row = RowSize(tokens=80, audio_frames=3 * 376, utterances=4, utterance_frames=40, label_tokens=8)
+    examples = [Example(str(u), [AUDIO], text.tolist(), [], wave.numpy()) for u, wave in enumerate(waves)]
+    batch = {name: torch.from_numpy(t) for name, t in pack_row(examples, row, "glm_asr_30s").items()}
+    cfg = Config(model=loaded.cfg, precision="fp32")
+    cfg.data.rows, cfg.train.ctc_weight = [row], 0
+    ctx = make_context(cfg, batch, single_mesh(), training=False)
+    run = runner(loaded, leaves(loaded), ctx)
+    x_TD = speech_lm.decode(run, speech_lm.encode(run, batch, ctx, {}), batch, ctx, {})
+    got = runner(loaded, leaves(loaded), ctx)(speech_lm.head_unit(loaded.cfg), decoder.logits, x_TD, torch.arange(80))
+    for u, wave in enumerate(waves):
+        made = extractor(wave.numpy(), sampling_rate=16000, return_attention_mask=True, return_tensors="pt")
+        audio = int(ctx.audio_lengths_U[u])
+        ids = torch.cat([torch.full((audio,), speech.AUDIO_ID), text])[None]
+        expected = model(input_ids=ids, input_features=made["input_features"], input_features_mask=made["attention_mask"]).logits[0]
+        start, end = ctx.cu_seqlens_U1[u : u + 2].tolist()
+        assert end - start == audio + 4
+        torch.testing.assert_close(got[start:end], expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
