@@ -101,6 +101,7 @@ class DecoderConfig:
 class LoraConfig:
     """Low-rank updates of frozen projections; see model/lora.py."""
 
+    start: str | None = None  # folder that peft has saved for model.pretrained, to start from; its settings replace those below
     rank: int = 0  # inner width of an update; 0: no LoRA
     ranks: dict[str, int] = field(default_factory=dict)  # other ranks: regular expression at the start of a path -> rank
     alpha: float = 16.0  # an update is multiplied by alpha / rank

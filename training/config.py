@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from configs.schema import Config
+from model.hub.adapter import read_settings
 from model.hub.family import HubError
 from model.hub.load import read_config
 
@@ -53,7 +54,7 @@ def with_pretrained(cfg: DictConfig, overrides: Sequence[str]) -> None:
 
     :raises ConfigError: a folder that is none, or of a model that is not served
     """
-    typed = [o for o in overrides if o.startswith(tuple(f"model.{part}" for part in PARTS))]
+    typed = [o for o in overrides if o.startswith(tuple(f"model.{part}" for part in (*PARTS, "lora")))]
     for key, wanted in (("pretrained", PARTS), ("pretrained_encoder", PARTS[:1])):
         path = None if OmegaConf.is_missing(cfg.model, key) else cfg.model[key]
         if path is None:
@@ -66,8 +67,23 @@ def with_pretrained(cfg: DictConfig, overrides: Sequence[str]) -> None:
             if any(prefix.startswith(part) for prefix in family.part):
                 values = {name: value for name, value in asdict(getattr(found, part)).items() if name not in TRAINING_KEYS}
                 OmegaConf.update(cfg, f"model.{part}", values, merge=True)
+    _with_adapter(cfg)
     for override in OverridesParser.create().parse_overrides(typed):
         OmegaConf.update(cfg, override.key_or_group, override.value(), merge=True)
+
+
+def _with_adapter(cfg: DictConfig) -> None:
+    """Puts the settings of the adapter that `cfg` starts from into it."""
+    start = cfg.model.lora.start
+    if start is None:
+        return
+    if cfg.model.pretrained is None:
+        raise ConfigError(f"model.lora.start={start} needs the model that it belongs to; give its folder as model.pretrained")
+    try:
+        settings = read_settings(Path(start), *read_config(Path(cfg.model.pretrained)))
+    except HubError as error:
+        raise ConfigError(f"model.lora.start={start}: {error}") from error
+    OmegaConf.update(cfg, "model.lora", OmegaConf.structured(replace(settings, start=start)), merge=False)
 
 
 def composed(overrides: Sequence[str]) -> DictConfig:

@@ -17,9 +17,11 @@ from data.loader import decoding_batches, empty_batch, make_loader, validation_b
 from data.sources import validation_names
 from data.tokenizer import Tokenizer
 from kernels.linear import use_libraries
-from model import speech_lm
+from model import lora, params, speech_lm
+from model.hub.adapter import load_adapter
 from model.hub.family import HubError
-from model.hub.load import load
+from model.hub.load import load, read_config
+from parallel import sharding
 from parallel.collectives import any_rank, host_group, sum_over_ranks
 from parallel.mesh import Mesh
 from training import checkpoint, evaluation, optimizer
@@ -227,7 +229,23 @@ def pretrained(cfg: Config, mesh: Mesh) -> tuple[dict[str, Any], list[str]]:
                 raise RunError(f"{path}: {error}") from error
             tensors |= loaded.tensors
             notes += [f"starting from {path}: {loaded.family.name}, {len(loaded.tensors)} tensors", *loaded.notes]
+    if cfg.model.lora.start is not None:
+        adapter = started_adapter(cfg, mesh, tensors)
+        tensors |= adapter
+        notes.append(f"starting from the adapter {cfg.model.lora.start}: {len(adapter)} tensors")
     return tensors, notes
+
+
+def started_adapter(cfg: Config, mesh: Mesh, tensors: dict[str, Any]) -> dict[str, Any]:
+    """The tensors of model.lora.start, sharded, for the model whose own tensors are `tensors`."""
+    spec = dict(params.named_leaves(speech_lm.spec(cfg)))
+    wanted = {path: tensors[path].full_tensor() for path in lora.targets(spec, cfg.model.lora.targets)} if cfg.model.lora.dora else {}
+    try:
+        family, _ = read_config(Path(str(cfg.model.pretrained)))
+        whole = load_adapter(Path(str(cfg.model.lora.start)), wanted, family, cfg.model)
+    except HubError as error:
+        raise RunError(f"model.lora.start={cfg.model.lora.start}: {error}") from error
+    return {path: sharding.shard(spec[path], tensor.to(state_dtype(cfg)), mesh) for path, tensor in whole.items()}
 
 
 def checkpoint_to_resume(cfg: Config) -> Path | None:

@@ -2,6 +2,7 @@
 
 python -m model.hub inspect PATH          what a folder or a .nemo file holds, and whether it can be loaded
 python -m model.hub convert PATH OUT      a run's folder or checkpoint, or a published folder, as a Hugging Face folder
+python -m model.hub adapter PATH OUT      the adapters of a run as a folder that peft opens
 python -m model.hub verify PATH [OTHER]   that all values are finite; with OTHER, that both hold the same numbers
 python -m model.hub counts                parameters of full-size models, on shapes alone, against the published numbers
 
@@ -31,9 +32,14 @@ def arguments(given: list[str]) -> argparse.Namespace:
     convert.add_argument("path", type=Path)
     convert.add_argument("out", type=Path)
     convert.add_argument("--like", type=Path, help="a published folder whose config.json, tokenizer, names and types are kept")
-    convert.add_argument("--family", help="of a run that was not started from a published folder: the model_type to write")
     convert.add_argument("--dtype", choices=DTYPES, default="bf16", help="of tensors that --like does not tell")
     convert.add_argument("--limit", type=float, default=LIMIT_BYTES / 1e9, metavar="GB", help="largest file")
+    adapter = commands.add_parser("adapter")
+    adapter.add_argument("path", type=Path)
+    adapter.add_argument("out", type=Path)
+    for command in (convert, adapter):
+        command.add_argument("--family", help="of a run that was not started from a published folder: the model_type to write")
+    adapter.add_argument("--like", type=Path, help="the published folder of the frozen model")
     verify = commands.add_parser("verify")
     verify.add_argument("path", type=Path)
     verify.add_argument("other", type=Path, nargs="?")
@@ -48,6 +54,8 @@ def run(given: list[str]) -> dict[str, Any]:
         return tools.inspect(args.path)
     if args.command == "convert":
         return tools.convert(args.path, args.out, args.like, args.family, DTYPES[args.dtype], int(args.limit * 1e9))
+    if args.command == "adapter":
+        return tools.export_adapter(args.path, args.out, args.like, args.family)
     if args.command == "verify":
         return tools.verify(args.path, args.other)
     return counts.compare()

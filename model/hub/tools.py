@@ -17,6 +17,7 @@ from configs.schema import DataConfig, ModelConfig
 from data.errors import DataError
 from data.tokenizer import load_tokenizer
 from model import lora
+from model.hub import adapter
 from model.hub.families import FAMILIES
 from model.hub.family import Entry, Family, HubError, choose_variant, compare
 from model.hub.files import opened
@@ -55,6 +56,27 @@ def convert(path: Path, out: Path, like: Path | None, kind: str | None, dtype: t
         if like is None:
             write_companions(checkpoint, out)
     return {"family": family.model_type, "out": str(out), "files": len(list(out.glob("*.safetensors")))}
+
+
+def export_adapter(path: Path, out: Path, like: Path | None, kind: str | None) -> dict[str, Any]:
+    """Writes the adapters of a run's newest checkpoint, or of one checkpoint, as a folder for peft."""
+    checkpoint = newest_checkpoint(path)
+    if checkpoint is None:
+        raise HubError(f"{path} is no folder of a run; give one, or one of its checkpoints/step_*")
+    cfg = stored_config(checkpoint)
+    like = Path(cfg.pretrained) if like is None and kind is None and cfg.pretrained is not None else like
+    family, (read, sizes) = _family_to_write(like, kind), _checkpoint_reader(checkpoint)
+    found = adapter.targets(family, cfg)
+    names = [name.removeprefix("params.") for name in sizes if name.startswith("params.")]
+    held = {name.removesuffix(f"{lora.SUFFIX}.a") for name in names if name.endswith(f"{lora.SUFFIX}.a")}
+    left = sorted(held - {target.path for target in found})
+    if left or not held:
+        about = f"also adapts {left[0]}, which is no part of {family.name}" if left else "has no adapters"
+        raise HubError(f"{checkpoint} {about}; python -m model.hub convert writes the whole model")
+    parts = [target.adapter(part) for target in found for part in (("a", "b", "magnitude") if cfg.lora.dora else ("a", "b"))]
+    tensors = {name: read(f"params.{name}") for name in parts + ([target.path for target in found] if cfg.lora.dora else [])}
+    adapter.save_adapter(out, tensors, family, cfg, None if like is None else str(like))
+    return {"family": family.model_type, "out": str(out), "projections": len(found)}
 
 
 def verify(path: Path, other: Path | None) -> dict[str, Any]:
@@ -132,6 +154,12 @@ def _family_to_write(like: Path | None, kind: str | None) -> Family:
 
 def from_checkpoint(checkpoint: Path, cfg: ModelConfig) -> Fetch:
     """Reads whole tensors of a run's checkpoint, adapters added to their matrices."""
+    read, sizes = _checkpoint_reader(checkpoint)
+    return _merging(read, sizes, cfg)
+
+
+def _checkpoint_reader(checkpoint: Path) -> tuple[Callable[[str], Tensor], dict[str, Any]]:
+    """Reads whole tensors by the names of a checkpoint, and the sizes of all."""
     sizes = {name: getattr(m, "size", None) for name, m in dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata.items()}
 
     def read(name: str) -> Tensor:
@@ -142,14 +170,14 @@ def from_checkpoint(checkpoint: Path, cfg: ModelConfig) -> Fetch:
         dcp.load(tensors, checkpoint_id=checkpoint)
         return tensors[name]
 
-    return _merging(read, sizes, cfg)
+    return read, sizes
 
 
 def _merging(read: Callable[[str], Tensor], sizes: dict[str, Any], cfg: ModelConfig) -> Fetch:
     def fetch(path: str, p: P) -> Tensor:
         tensor = read(f"{'buffers' if p.kind == 'buffer' else 'params'}.{path}")
         prefix = f"params.{path}{lora.SUFFIX}."
-        adapter = {name.removeprefix(prefix): read(name) for name in sizes if name.startswith(prefix)}
-        return lora.merged(tensor, adapter, lora.scale(adapter["a"].shape[-2], cfg.lora)) if adapter else tensor
+        own = {name.removeprefix(prefix): read(name) for name in sizes if name.startswith(prefix)}
+        return lora.merged(tensor, own, lora.scale(own["a"].shape[-2], cfg.lora)) if own else tensor
 
     return fetch

@@ -9,6 +9,7 @@ import torch
 from data.tokenizer import load_tokenizer
 from model import speech_lm
 from model.hub.__main__ import run
+from model.hub.family import HubError
 from parallel.mesh import make_mesh, start_processes
 from tests.dist.first_worker import rows
 from tests.goldens import perception
@@ -81,3 +82,50 @@ def _train(cfg: Any, mesh: Any, state: State, steps: int) -> tuple[list[float], 
         state, metrics = step(state, rows(cfg, 0))
         losses.append(metrics["loss"].item())
     return losses, state
+
+
+@pytest.mark.parametrize("changes", [
+    ["model.lora.rank=3", "model.lora.rslora=true", r"model.lora.targets=['decoder\.layers\.[02]\.[qv]','.*experts\.up']"],
+    ["model.lora.rank=3", "model.lora.dora=true", r"model.lora.targets=['decoder\.layers\.0\.o','.*3\.up$']"],
+], ids=["experts", "dora"])
+def test_an_adapter_leaves_a_run_and_starts_another(folders: tuple[Path, Path], tmp_path: Path, changes: list[str]) -> None:
+    llm, _ = folders
+    start_processes(torch.device("cpu"))
+    mesh = make_mesh(config.load(SMALL)[0].parallel, torch.device("cpu"))
+    start = [*SMALL[:-1], f"model.pretrained={llm}"]
+    cfg, _ = config.load([*start, *changes, f"run_dir={tmp_path / 'run'}", "model.lora.alpha=5"])
+    state = init_state(speech_lm.spec(cfg), cfg.seed, mesh, known=loop.pretrained(cfg, mesh)[0])
+    adapters = {name: w for name, w in state.params.items() if "_lora." in name}
+    for w in adapters.values():
+        w.to_local().normal_(std=0.3)
+    checkpoint.save(tmp_path / "run", state, None, mesh, 1, config.to_dict(cfg))
+    assert run(["adapter", str(tmp_path / "run"), str(tmp_path / "adapter")])["projections"] == sum(n.endswith(".a") for n in adapters)
+    again, _ = config.load([*start, f"model.lora.start={tmp_path / 'adapter'}", "model.lora.dropout=0.5"])
+    assert (again.model.lora.rank, again.model.lora.alpha, again.model.lora.dropout) == (3, 5, 0.5)
+    assert (again.model.lora.rslora, again.model.lora.dora) == (cfg.model.lora.rslora, cfg.model.lora.dora)
+    again.model.lora.dropout = 0
+    known, notes = loop.pretrained(again, mesh)
+    assert notes[-1] == f"starting from the adapter {tmp_path / 'adapter'}: {len(adapters)} tensors"
+    restarted = init_state(speech_lm.spec(again), 1, mesh, known=known)
+    assert {name for name in restarted.params if "_lora." in name} == set(adapters)
+    for name, w in adapters.items():
+        torch.testing.assert_close(restarted.params[name].full_tensor(), w.full_tensor(), rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_adapters_that_cannot_start_or_leave_a_run_are_one_sentence(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    llm, _ = folders
+    with pytest.raises(ConfigError, match=r"^model.lora.start=/nowhere needs the model .*; give its folder as model.pretrained"):
+        config.load([*SMALL[:-1], "model.lora.start=/nowhere"])
+    with pytest.raises(ConfigError, match=r"^model.lora.start=/nowhere: .*adapter_config.json cannot be read"):
+        config.load([*SMALL[:-1], f"model.pretrained={llm}", "model.lora.start=/nowhere"])
+    start_processes(torch.device("cpu"))
+    mesh = make_mesh(config.load(SMALL)[0].parallel, torch.device("cpu"))
+    for changes, message in ((["model.lora.rank=0"], "has no adapters"), (["model.lora.rank=2", "model.lora.targets=['encoder','decoder']"],
+                                                                         r"also adapts encoder\..*, which is no part of Qwen 3")):
+        cfg, _ = config.load([*SMALL[:-1], f"model.pretrained={llm}", *changes])
+        state = init_state(speech_lm.spec(cfg), cfg.seed, mesh)
+        path = checkpoint.save(tmp_path, state, None, mesh, 1, config.to_dict(cfg))
+        with pytest.raises(HubError, match=message):
+            run(["adapter", str(path), str(tmp_path / "out")])
+    with pytest.raises(HubError, match="is no folder of a run"):
+        run(["adapter", str(llm), str(tmp_path / "out")])
