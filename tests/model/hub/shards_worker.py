@@ -1,11 +1,12 @@
-"""Under torchrun: every rank loads its shards of a folder, gathers them again and exports: `shards_worker FOLDER EP`.
+"""Under torchrun: every rank loads its shards of folders, gathers them again and exports: `shards_worker EP FOLDER...`.
 
-The last line of rank 0 says which tensors differ from those that it reads alone, and which bytes of the export from the folder's.
+The last line of rank 0 says of each which tensors differ from those that it reads alone, and whether the export has the folder's bytes.
 """
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,32 +18,33 @@ from model.hub.files import Folder
 from model.hub.load import load, read_box
 from model.hub.save import save
 from model.params import P
-from parallel.mesh import make_mesh, start_processes
+from parallel.mesh import Mesh, make_mesh, start_processes
 
 
 def main() -> None:
-    folder, ep = Path(sys.argv[1]), int(sys.argv[2])
+    ep, folders = int(sys.argv[1]), [Path(folder) for folder in sys.argv[2:]]
     start_processes(torch.device("cpu"))
     mesh = make_mesh(ParallelConfig(ep=ep), torch.device("cpu"))
+    results = [check(folder, mesh) for folder in folders]
+    if mesh.rank == 0:
+        print(json.dumps(results))
+    dist.destroy_process_group()
+
+
+def check(folder: Path, mesh: Mesh) -> dict[str, Any]:
     loaded = load(folder, mesh)
 
     def fetch(path: str, p: P) -> Tensor:
         t = loaded.tensors[path]
         return t if p.kind == "buffer" else t.full_tensor()
 
-    different = []
     with Folder(folder) as stored:
-        for entry in choose_variant(loaded.family, loaded.cfg, stored.shapes()):
-            whole = read_box(stored, entry, [(0, n) for n in entry.p.shape])
-            if not torch.equal(fetch(entry.path, entry.p), whole):
-                different.append(entry.path)
-    save(folder / f"again{dist.get_world_size()}", loaded.family, loaded.cfg, fetch, like=folder, writes=mesh.rank == 0)
-    numbers = sum(t.numel() if entry.p.kind == "buffer" else t.to_local().numel()
-                  for entry in choose_variant(loaded.family, loaded.cfg, {}) for t in [loaded.tensors[entry.path]])
-    if mesh.rank == 0:
-        same = (folder / f"again{dist.get_world_size()}" / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
-        print(json.dumps({"different": different, "same_export": same, "numbers": numbers}))
-    dist.destroy_process_group()
+        found = choose_variant(loaded.family, loaded.cfg, stored.shapes())
+        different = [e.path for e in found if not torch.equal(fetch(e.path, e.p), read_box(stored, e, [(0, n) for n in e.p.shape]))]
+    save(folder / "again", loaded.family, loaded.cfg, fetch, like=folder, writes=mesh.rank == 0)
+    numbers = sum(t.numel() if e.p.kind == "buffer" else t.to_local().numel() for e in found for t in [loaded.tensors[e.path]])
+    same = mesh.rank > 0 or (folder / "again" / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    return {"different": different, "same_export": same, "numbers": numbers}
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from configs.schema import DecoderConfig, ModelConfig
@@ -14,9 +15,10 @@ from model import params, speech_lm
 from model.hub.families import FAMILIES, nemotron_h
 from model.hub.family import HubError, entries
 from model.hub.files import INDEX, Folder, Writer
-from model.hub.load import read_box, read_config
+from model.hub.load import load, read_box, read_config
 from model.hub.rows import match, renamed, row
 from model.hub.save import save
+from tests.parity.results import single_mesh
 
 SMALL = DecoderConfig(d_model=12, vocab_size=10, n_heads=2, n_kv_heads=1, head_dim=8, mlp_ffn=6, rope_theta=100.0, activation="swiglu")
 MODELS = {
@@ -155,3 +157,35 @@ def test_companions_types_and_unchanged_keys_come_from_the_folder_that_it_is_lik
     more = drawn(longer)
     save(tmp_path / "c", FAMILIES["qwen3_moe"], longer, lambda path, _: more[path], like=tmp_path / "a")
     assert json.loads((tmp_path / "c" / "config.json").read_text()) == content | {"vocab_size": 11}
+
+
+def test_windows_follow_from_either_way_of_saying_them():
+    content = FAMILIES["qwen3"].write(model("qwen3")) | {"num_hidden_layers": 3}
+    del content["layer_types"], content["max_window_layers"]
+    read = FAMILIES["qwen3"].read
+    assert read(content | {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}).decoder.pattern == "*-*-W-"
+    assert read(content | {"use_sliding_window": False, "sliding_window": 7, "max_window_layers": 2}).decoder.pattern == "*-*-*-"
+    assert read(content | {"use_sliding_window": True, "sliding_window": 7}).decoder.window == 4096  # the first 28 layers have none
+    assert FAMILIES["mistral"].read(content | {"sliding_window": None}).decoder.pattern == "*-*-*-"
+
+
+def test_rotary_settings_of_older_files():
+    ours = ("rope_parameters", "rope_theta", "rope_scaling")
+    content = {k: v for k, v in FAMILIES["llama"].write(model("llama")).items() if k not in ours}
+    read = FAMILIES["llama"].read
+    assert read(content).decoder.rope_theta == 10000.0
+    scaled = read(content | {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}).decoder
+    assert (scaled.rope_theta, scaled.rope_scaling.kind, scaled.rope_scaling.factor) == (5e5, "linear", 2.0)
+    yarn = read(content | {"max_position_embeddings": 777, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}).decoder
+    assert yarn.rope_scaling.trained_positions == 777
+    glm = FAMILIES["glm"].write(model("glm"))
+    assert FAMILIES["glm"].read({k: v for k, v in glm.items() if k != "rope_parameters"} | {"partial_rotary_factor": None}
+                                ).decoder.rope_fraction == 0.5
+
+
+def test_the_head_for_several_tokens_is_left_out_knowingly(tmp_path):
+    written("nemotron_h", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors") | {"mtp.layers.0.norm.weight": torch.zeros(2), "backbone.mtp.x": torch.zeros(1)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (note,) = load(tmp_path, single_mesh()).notes
+    assert note == "left out 2 tensors like backbone.mtp.x: the head that predicts several tokens is not built here"

@@ -1,8 +1,6 @@
 """The command line: inspect, convert (folders, runs, adapters), verify, counts."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from configs.schema import Config, LoraConfig
 from model import lora, params, speech_lm
 from model.hub.__main__ import run
-from model.hub.counts import count
 from model.hub.family import HubError
 from model.hub.load import load
 from tests.model.hub.test_rows import model, written
@@ -93,27 +90,3 @@ def test_convert_writes_a_run_with_its_adapters_merged(trained, tmp_path):
 def test_counts_are_the_published_ones(capsys):
     assert run(["counts"]) == {"families": 7, "models": 10, "mismatched": []}
     assert "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B: 31,577,937,344 parameters" in capsys.readouterr().out
-
-
-OWNERS = {"nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B": "NemotronHForCausalLM", "Qwen/Qwen3-30B-A3B": "Qwen3MoeForCausalLM",
-          "meta-llama/Llama-3.2-1B": "LlamaForCausalLM", "zai-org/GLM-ASR-Nano-2512": "GlmAsrForConditionalGeneration"}
-
-
-@pytest.mark.parity
-def test_counts_are_those_of_the_owners_classes():
-    """On fake tensors, in a process where torch.empty is not the poisoned one, which would fill 30 billion numbers."""
-    pytest.importorskip("transformers")
-    root = Path(__file__).parents[3]
-    code = f"""
-import json, torch
-from tests.parity.report import quiet_transformers
-transformers, published = quiet_transformers(), json.load(open("model/hub/published.json"))
-with torch.device("meta"):
-    models = {{name: getattr(transformers, kind)._from_config(transformers.AutoConfig.for_model(**published[name]["config"]))
-              for name, kind in {OWNERS}.items()}}
-print(json.dumps({{name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}}))
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    published = json.loads((root / "model/hub/published.json").read_text())
-    assert json.loads(done.stdout.splitlines()[-1]) == {name: count(published[name]["config"]) for name in OWNERS}
