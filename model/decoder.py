@@ -9,6 +9,7 @@ from torch import Tensor
 from configs.schema import DecoderConfig
 from kernels.linear import linear
 from kernels.linear_cross_entropy import linear_cross_entropy
+from kernels.lookup import lookup
 from model import attention, mamba, mlp, moe, window_attention
 from model.context import Context
 from model.norm import rms_norm
@@ -54,8 +55,7 @@ def new_caches(cfg: DecoderConfig, requests: int, capacity: int, dtype: torch.dt
 def embed(w: Tree, frames_AD: Tensor, tokens_T: Tensor, frames_T: Tensor, ctx: Context) -> Tensor:
     """Token embeddings with audio frames spliced in: slot t holds frame frames_T[t], or, where that is -1, token tokens_T[t]. [T, D]"""
     text_TD, frames_T = embed_text(w, tokens_T, ctx), sequence.own_tokens(frames_T, ctx)
-    audio_TD = frames_AD[frames_T.clamp(min=0)]
-    return torch.where((frames_T >= 0)[:, None], audio_TD, text_TD)
+    return torch.where((frames_T >= 0)[:, None], lookup(frames_AD, frames_T), text_TD)
 
 
 def embed_text(w: Tree, tokens_T: Tensor, ctx: Context) -> Tensor:

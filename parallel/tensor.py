@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from kernels.activation import widen
+from kernels.lookup import lookup
 from model.context import Context
 from model.linear import linear
 from parallel.collectives import all_gather_grad, all_gather_start, reduce_scatter_grad, wait
@@ -62,12 +63,9 @@ def output(y_TF: Tensor, weight_DF: Any, columns: list[Part], bias_D: Tensor | N
 def embedding(table_VD: Tensor, tokens_T: Tensor, ctx: Context) -> Tensor:
     """Rows of the table, each looked up by the rank that has it; of this rank's own tokens."""
     if ctx.tp_group is None:
-        return F.embedding(tokens_T, table_VD)
+        return lookup(table_VD, tokens_T)
     first, count = chunk_bounds(len(table_VD), ctx.tp_group.size(), ctx.tp_group.rank())
-    ids_T = tokens_T - first
-    here_T = (ids_T >= 0) & (ids_T < count)
-    found_TD = F.embedding(torch.where(here_T, ids_T, 0), table_VD.narrow(0, first, count))
-    return sum_tokens(torch.where(here_T[:, None], found_TD, 0), ctx)
+    return sum_tokens(lookup(table_VD.narrow(0, first, count), tokens_T - first), ctx)
 
 
 def cross_entropy(h_TD: Tensor, table_VD: Tensor, labels_T: Tensor, group: ProcessGroup) -> Tensor:
