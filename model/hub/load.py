@@ -1,7 +1,7 @@
 """Reads a published checkpoint into sharded parameters, each rank its own bytes alone."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from configs.schema import ModelConfig
 from model.hub.families import family_of
-from model.hub.family import Entry, Family, choose_variant, compare
+from model.hub.family import Entry, Family, HubError, choose_variant, compare
 from model.hub.files import opened, read_content
 from model.hub.rows import Block
 from model.hub.source import Source
@@ -52,9 +52,25 @@ def load(path: Path, mesh: Mesh, cfg: ModelConfig | None = None, dtype: torch.dt
     with opened(path) as folder:
         found = choose_variant(family, cfg, folder.shapes())
         notes = compare(family, cfg, found, folder.shapes())
+        if cfg.decoder.tie_embeddings:
+            _check_tie(folder, found, mesh)
         tensors = {entry.path: _place(entry.p, read_box(folder, entry, sharding.local_box(entry.p, mesh)).to(dtype), mesh)
                    for entry in found if entry.path.startswith(part)}
     return Loaded(family, cfg, tensors, notes)
+
+
+def _check_tie(folder: Source, found: Sequence[Entry], mesh: Mesh) -> None:
+    """A head that is stored beside the embedding that it is tied to must hold the same numbers: else one of the two would be lost."""
+    embedding = next((e for e in found if e.path == "decoder.embedding.weight"), None)
+    if embedding is None:
+        return
+    box, block = sharding.local_box(embedding.p, mesh), embedding.blocks[0]
+    heads = [name for name in folder.shapes() if name.endswith("lm_head.weight") and name != block.name]
+    if not heads:
+        return
+    tied = Entry(embedding.path, embedding.p, (replace(block, name=heads[0]),))
+    if folder.shapes()[heads[0]] != list(block.shape) or not torch.equal(read_box(folder, embedding, box), read_box(folder, tied, box)):
+        raise HubError(f"{heads[0]} and {block.name} differ and config.json ties them; set tie_word_embeddings to false there")
 
 
 def _place(p: P, local: Tensor, mesh: Mesh) -> Any:

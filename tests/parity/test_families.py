@@ -68,6 +68,9 @@ def test_a_tied_head_may_be_stored_twice(llama, tmp_path):
     assert "decoder.head.weight" not in loaded.tensors
     (note,) = loaded.notes
     assert note == "left out 1 tensors like lm_head.weight: the head is the embedding"
+    tensors["lm_head.weight"][-1, -1] += 1
+    with pytest.raises(HubError, match=r"lm_head.weight and model.embed_tokens.weight differ and config.json ties them"):
+        load(changed(llama, tmp_path / "y", tensors, tie_word_embeddings=True), single_mesh())
 
 
 @pytest.mark.parametrize("config, words", [
