@@ -13,7 +13,8 @@ from model.params import P, Tree
 
 
 def spec(d_model: int, vocab: int) -> Tree:
-    return {"weight": P((vocab + 1, d_model), ("vocab", "embed"), std=(3 * d_model) ** -0.5), "bias": P((vocab + 1,), ("vocab",), "zeros")}
+    return {"weight": P((vocab + 1, d_model), ("symbols", "embed"), std=(3 * d_model) ** -0.5),
+            "bias": P((vocab + 1,), ("symbols",), "zeros")}
 
 
 def loss(w: Tree, x_AD: Tensor, labels_UL: Tensor, label_lengths_U: Tensor, ctx: Context) -> Tensor:

@@ -22,12 +22,16 @@ LAYERS: dict[str, ModuleType] = {"M": mamba, "*": attention, "W": window_attenti
 
 def spec(cfg: DecoderConfig) -> Tree:
     """embedding, layers, head; a tied model's head has only the final norm."""
-    rows = -(-cfg.vocab_size // cfg.vocab_multiple) * cfg.vocab_multiple
-    table = P((rows, cfg.d_model), ("vocab", "embed"), std=cfg.init_std)
+    table = P((table_rows(cfg), cfg.d_model), ("vocab", "embed"), std=cfg.init_std)
     head = {"norm": P((cfg.d_model,), ("embed",), "ones")}
     if not cfg.tie_embeddings:
         head["weight"] = table
     return {"embedding": {"weight": table}, "layers": [LAYERS[kind].spec(cfg) for kind in cfg.pattern], "head": head}
+
+
+def table_rows(cfg: DecoderConfig) -> int:
+    """Rows of the embedding and of the head: the vocabulary and padding."""
+    return -(-cfg.vocab_size // cfg.vocab_multiple) * cfg.vocab_multiple
 
 
 def layer(cfg: DecoderConfig, index: int) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
@@ -60,25 +64,24 @@ def embed(w: Tree, frames_AD: Tensor, tokens_T: Tensor, frames_T: Tensor, ctx: C
 
 def embed_text(w: Tree, tokens_T: Tensor, ctx: Context) -> Tensor:
     """Token embeddings alone, of this rank's tokens. [T, D]"""
-    return tensor.embedding(w["weight"], sequence.own_slots(tokens_T, ctx), ctx)
+    return tensor.embedding(w["weight"], table_rows(ctx.decoder), sequence.own_slots(tokens_T, ctx), ctx)
 
 
-def _output(w: Tree, cfg: DecoderConfig) -> tuple[Tensor, Tensor]:
-    """Final norm and output matrix: of the head alone, or of {head, embedding} where they share the matrix."""
-    norm, table = (w["norm"], w["weight"]) if "norm" in w else (w["head"]["norm"], w["embedding"]["weight"])
-    return norm, table[: cfg.vocab_size]
+def _output(w: Tree) -> tuple[Tensor, Tensor]:
+    """Final norm and output matrix, padding included: of the head alone, or of {head, embedding} where they share the matrix."""
+    return (w["norm"], w["weight"]) if "norm" in w else (w["head"]["norm"], w["embedding"]["weight"])
 
 
 def loss(w: Tree, x_TD: Tensor, labels_T: Tensor, ctx: Context) -> Tensor:
     """Sum of the cross-entropy over all labels that are not -100: this rank's share of it."""
-    norm, table = _output(w, ctx.decoder)
+    norm, table = _output(w)
     h_TD, labels_T = tensor.gather_tokens(rms_norm(x_TD, norm, ctx.decoder.norm_eps), ctx), sequence.own_slots(labels_T, ctx)
     if ctx.tp_group is not None:
-        return tensor.cross_entropy(h_TD, table, labels_T, ctx.tp_group)
-    return linear_cross_entropy(h_TD, table, labels_T)[0]
+        return tensor.cross_entropy(h_TD, table, table_rows(ctx.decoder), ctx.decoder.vocab_size, labels_T, ctx.tp_group)
+    return linear_cross_entropy(h_TD, table[: ctx.decoder.vocab_size], labels_T)[0]
 
 
 def logits(w: Tree, x_TD: Tensor, slots_U: Tensor, ctx: Context) -> Tensor:
     """fp32 next-token logits after the given slots. [U, V]"""
-    norm, table = _output(w, ctx.decoder)
-    return linear(rms_norm(x_TD[slots_U], norm, ctx.decoder.norm_eps), table).float()
+    norm, table = _output(w)
+    return linear(rms_norm(x_TD[slots_U], norm, ctx.decoder.norm_eps), table[: ctx.decoder.vocab_size]).float()

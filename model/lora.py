@@ -22,7 +22,7 @@ from model.context import Context
 from model.params import P, Tree
 
 SUFFIX = "_lora"
-OTHERS = {"vocab", "taps", "scores", "head_dim", "one"}  # axes of matrices that are no projections: tables, convolutions, routers
+OTHERS = {"vocab", "symbols", "taps", "scores", "head_dim", "one"}  # axes of what is no projection: tables, convolutions, routers
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,6 @@ class Adapted:
     dropout: float = 0.0
     salt: Tensor | None = None  # scalar, another one for every matrix
     ctx: Context | None = None
-
-    @property
-    def shape(self) -> torch.Size:
-        """Of the matrix."""
-        return self.weight.shape
 
     def flatten(self, first: int) -> "Adapted":
         """A matrix has nothing to flatten; convolutions of one tap do so with theirs."""

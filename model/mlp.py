@@ -19,22 +19,23 @@ def spec(cfg: DecoderConfig) -> Tree:
 def forward(w: Tree, x_TD: Tensor, ctx: Context) -> tuple[Tensor, dict[str, Tensor]]:
     """x + down act(up norm(x))."""
     h_TD = rms_norm(x_TD, w["norm"], ctx.decoder.norm_eps)
-    return add(w, x_TD, apply(w, h_TD, ctx), ctx.decoder), {}
+    return add(w, x_TD, apply(w, h_TD, ctx.decoder.mlp_ffn, ctx), ctx.decoder), {}
 
 
 def products(cfg: DecoderConfig, ffn: int) -> Tree:
     """The two matrices of an MLP of hidden width `ffn`; swiglu's `up` has its gate rows before its up rows."""
     wide = expansion(cfg.activation) * ffn
     tree = {
-        "up": P((wide, cfg.d_model), ("ffn", "embed"), std=cfg.init_std),
-        "down": P((cfg.d_model, ffn), ("embed", "ffn"), std=cfg.init_std),
+        "up": P((wide, cfg.d_model), ("hidden" if wide == ffn else "gate_and_up", "embed"), std=cfg.init_std),
+        "down": P((cfg.d_model, ffn), ("embed", "hidden"), std=cfg.init_std),
     }
-    return tree | {"up_bias": P((wide,), ("ffn",), "zeros"), "down_bias": P((cfg.d_model,), ("embed",), "zeros")} if cfg.mlp_bias else tree
+    biases = {"up_bias": P((wide,), ("hidden",), "zeros"), "down_bias": P((cfg.d_model,), ("embed",), "zeros")}
+    return tree | biases if cfg.mlp_bias else tree
 
 
-def apply(w: Tree, h_TD: Tensor, ctx: Context) -> Tensor:
-    """down act(up h), without norm and residual. [T, D]"""
-    activation, ffn = ctx.decoder.activation, w["down"].shape[1]
+def apply(w: Tree, h_TD: Tensor, ffn: int, ctx: Context) -> Tensor:
+    """down act(up h) of hidden width `ffn`, without norm and residual. [T, D]"""
+    activation = ctx.decoder.activation
     first, count = tensor.own_part((0, ffn), ctx.tp_group)
     rows = [(block * ffn + first, count) for block in range(expansion(activation))]
     bias = tensor.take(w["up_bias"], rows) if "up_bias" in w else None

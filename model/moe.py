@@ -58,7 +58,7 @@ def forward(w: Tree, x_TD: Tensor, ctx: Context) -> tuple[Tensor, dict[str, Tens
     else:
         y_TD = _routed(w["experts"], h_TD, ids_TK, weights_TK, ctx)
     if cfg.shared_ffn:
-        y_TD = y_TD + mlp.apply(w["shared"], h_TD, ctx)
+        y_TD = y_TD + mlp.apply(w["shared"], h_TD, cfg.shared_ffn, ctx)
     numbers_E = torch.arange(cfg.n_experts, device=ids_TK.device)
     return add(w, x_TD, y_TD, cfg), {"expert_load": (ids_TK[..., None] == numbers_E).sum((0, 1))}
 

@@ -33,6 +33,9 @@ class Member:
     size: int  # its full length
     local: int  # this rank's share of it
     chunk_shape: tuple[int, ...]  # one rank's part, padded to the longest
+    split: int = 0  # dimension of which the ranks have parts that are put together too, and its full length
+    split_size: int = 0
+    parts: int = 1
 
     @property
     def numel(self) -> int:
@@ -75,20 +78,17 @@ class FlatGroup:
 
     def pack(self, shards: Sequence[Tensor]) -> Tensor:
         """This rank's contribution to the all-gather: its (padded) parts one after the other, cast."""
-        parts = []
-        for m in self.members:
-            part, missing = shards[m.index], m.chunk_shape[m.dim] - m.local
-            if missing:
-                part = F.pad(part, [0, 0] * (part.ndim - 1 - m.dim) + [0, missing])
-            parts.append(part.to(self.dtype).reshape(-1))
-        return torch.cat(parts)
+        return torch.cat([_padded(shards[m.index], m.chunk_shape).to(self.dtype).reshape(-1) for m in self.members])
 
     def unpack(self, flat: Tensor) -> list[Tensor]:
         """Whole tensors out of the gathered buffer."""
         rows, offset, whole = flat.view(self.ranks, -1), 0, []
         for m in self.members:
-            part = rows[:, offset : offset + m.numel].view(self.ranks, *m.chunk_shape)
-            whole.append(part.movedim(0, m.dim).flatten(m.dim, m.dim + 1).narrow(m.dim, 0, m.size).contiguous())
+            part = rows[:, offset : offset + m.numel].view(self.ranks // m.parts, m.parts, *m.chunk_shape)
+            part = part.movedim(0, m.dim + 1).flatten(m.dim + 1, m.dim + 2).narrow(m.dim + 1, 0, m.size)
+            if m.parts > 1:
+                part = part.movedim(0, m.split).flatten(m.split, m.split + 1).narrow(m.split, 0, m.split_size)[None]
+            whole.append(part[0].contiguous())
             offset += m.numel
         return whole
 
@@ -112,6 +112,11 @@ class FlatGroup:
         return parts
 
 
+def _padded(t: Tensor, shape: Sequence[int]) -> Tensor:
+    missing = [n for size, length in zip(reversed(shape), reversed(t.shape), strict=True) for n in (0, size - length)]
+    return F.pad(t, missing) if any(missing) else t
+
+
 @dataclass(frozen=True)
 class Reshard:
     """Which gathered weights go after a layer's forward and come again in backward."""
@@ -121,21 +126,26 @@ class Reshard:
 
 
 class Unit:
-    """The parameters that are gathered together, usually one layer, and how. Static; made once."""
+    """The parameters that are gathered together, usually one layer, and how. Static; made once.
 
-    def __init__(self, leaves: Sequence[P], mesh: Mesh, dtype: torch.dtype, reshard: Reshard):
+    :param together: also put together what is split over tp, for a pass without gradients whose every rank computes all
+    """
+
+    def __init__(self, leaves: Sequence[P], mesh: Mesh, dtype: torch.dtype, reshard: Reshard, together: bool = False):
         members: dict[Any, list[Member]] = {}
         groups: dict[Any, FlatGroup] = {}
         for index, p in enumerate(leaves):
             where = sharding.place(p, mesh)
             shards, copies = where.mesh.get_group(1), where.mesh.get_group(0) if where.copies > 1 else None
+            if joined := together and where.mesh is mesh.tensor:
+                shards = mesh.dense.get_group(1) if mesh.sizes.sharded else where.mesh.get_group(2)
             copied = shards.size() > 1 or dtype not in (torch.float32, torch.float64)  # the whole weight takes memory of its own
             if p.kind == "buffer" or not (copied or copies):
                 continue  # used as it is
             free = copied and mesh.world > 1 and (reshard.experts if "experts" in p.axes else reshard.dense)
             key = shards.group_name, copies and copies.group_name, free, p.trained  # meshes that share their ranks share a buffer
             groups[key] = FlatGroup(shards, copies, dtype, free, p.trained, ())
-            members.setdefault(key, []).append(_member(index, p, where))
+            members.setdefault(key, []).append(_member(index, p, where, joined))
         self.groups = [replace(group, members=tuple(members[key])) for key, group in groups.items()]
         self.moved = [m.index for g in self.groups for m in g.members]  # order in which whole tensors come out
         self.trained = [g.trained for g in self.groups for _ in g.members]  # in the same order
@@ -163,11 +173,16 @@ class Unit:
         return shards
 
 
-def _member(index: int, p: P, where: sharding.Place) -> Member:
+def _member(index: int, p: P, where: sharding.Place, joined: bool) -> Member:
     shape, dim, ranks = list(sharding.local_shape(p, where)), where.dim, where.mesh.size(1)
     size = shape[dim]
     shape[dim] = math.ceil(size / ranks)
-    return Member(index, dim, size, sharding.chunk_bounds(size, ranks, where.mesh.get_local_rank(1))[1], tuple(shape))
+    member = Member(index, dim, size, sharding.chunk_bounds(size, ranks, where.mesh.get_local_rank(1))[1], tuple(shape))
+    if not joined or where.split is None:
+        return member
+    parts = where.mesh.size(2)
+    shape[where.split] = math.ceil(p.shape[where.split] / parts)
+    return replace(member, chunk_shape=tuple(shape), split=where.split, split_size=p.shape[where.split], parts=parts)
 
 
 @dataclass

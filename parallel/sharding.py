@@ -1,6 +1,6 @@
 """Which mesh dimension each logical axis of a parameter goes to. Adding a parallelism is adding rows to RULES.
 
-Every parameter is fully sharded over one of its own dimensions: "embed" where it has one, else its largest that no rule takes. Buffers are
+Every parameter is fully sharded over one of its own dimensions: "embed" where it has one, else its largest that is not split. Buffers are
 replicated.
 """
 
@@ -18,7 +18,9 @@ from model import params
 from model.params import P, Tree
 from parallel.mesh import Mesh
 
-RULES = {"experts": "experts"}  # logical axis -> view of the ranks (parallel/mesh.py) whose last dimension splits it
+# Logical axis -> view of the ranks (parallel/mesh.py) whose last dimension splits it. What is not here arrives whole in a layer, which then
+# takes its part: matrices of several blocks (gate and up, the five inputs of Mamba-2), keys and values, whose heads may be fewer than tp.
+RULES = {"experts": "experts", "queries": "tensor", "hidden": "tensor", "mamba_inner": "tensor", "vocab": "tensor"}
 
 
 @dataclass(frozen=True)
@@ -40,23 +42,21 @@ class Place:
         return self.mesh.size(0)
 
 
-def _view(p: P, dim: int) -> str | None:
-    """The view of the ranks that splits this dimension. Vectors are not split over tp: whoever uses one cuts it (parallel/tensor.py)."""
-    view = RULES.get(p.axes[dim])
-    return None if view == "tensor" and len(p.shape) == 1 else view
-
-
 def split_dim(p: P, mesh: Mesh) -> int | None:
-    """The tensor dimension that a model axis (ep, tp) splits; None where none does."""
-    views = {d: view for d in range(len(p.axes)) if (view := _view(p, d)) and getattr(mesh, view) is not None}
-    if len(views) > 1:
-        raise ValueError(f"{[p.axes[d] for d in views]} of one parameter are both split; change RULES in parallel/sharding.py")
-    return next(iter(views), None)
+    """The tensor dimension that a model axis (ep, tp) splits; None where none does.
+
+    Vectors are not split over tp: they are small, and whoever uses one cuts it (parallel/tensor.py).
+    """
+    split = [d for d, axis in enumerate(p.axes) if axis in RULES and getattr(mesh, RULES[axis]) is not None]
+    split = [d for d in split if RULES[p.axes[d]] != "tensor" or len(p.shape) > 1]
+    if len(split) > 1:
+        raise ValueError(f"{[p.axes[d] for d in split]} of one parameter are both split; change RULES in parallel/sharding.py")
+    return split[0] if split else None
 
 
-def sharded_dim(p: P) -> int:
-    """The tensor dimension that the fully-sharded mesh dimension splits."""
-    free = [d for d in range(len(p.axes)) if _view(p, d) is None]
+def sharded_dim(p: P, split: int | None = None) -> int:
+    """The tensor dimension that the fully-sharded mesh dimension splits, another one than `split`."""
+    free = [d for d in range(len(p.axes)) if d != split]
     if not free:
         raise ValueError(f"a parameter with axes {p.axes} leaves no dimension to shard; give it one more axis")
     return next((d for d in free if p.axes[d] == "embed"), max(free, key=lambda d: p.shape[d]))
@@ -66,7 +66,7 @@ def place(p: P, mesh: Mesh) -> Place:
     """Where a parameter is."""
     split = split_dim(p, mesh)
     view = mesh.dense if split is None else getattr(mesh, RULES[p.axes[split]])
-    return Place(view, sharded_dim(p), split)
+    return Place(view, sharded_dim(p, split), split)
 
 
 def chunk_bounds(size: int, parts: int, index: int) -> tuple[int, int]:

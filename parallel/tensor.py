@@ -3,7 +3,8 @@
 Outside of products each rank has its part of the tokens. A layer gathers them, multiplies with its own rows of the first matrix and its own
 columns of the last, and the sum over the ranks comes back scattered by tokens. A gather's gradient is a scattered sum and the reverse, so
 each rank's gradient of a weight is its share of the sum over all ranks, also for weights that every rank uses (norms, routers).
-Weights arrive whole (parallel/gather.py) and are cut here. Without a group every function is the plain one.
+A weight arrives as the rank's part, or whole (see RULES in parallel/sharding.py) and is cut here. Without a group every function is the
+plain one, on whole weights.
 """
 
 from typing import Any
@@ -36,7 +37,7 @@ def part_of(whole: Part, ranks: int, rank: int) -> Part:
 
 
 def take(t: Any, parts: list[Part], dim: int = 0) -> Any:
-    """Those rows (or columns) of t, one part after the other; t itself, which may then be an adapted matrix, where that is all of it."""
+    """Those rows (or columns) of t, one part after the other; t itself where it is no more than that, or an adapted matrix."""
     if not isinstance(t, Tensor) or sum(count for _, count in parts) == t.shape[dim]:
         return t
     return torch.cat([t.narrow(dim, *part) for part in parts], dim) if len(parts) > 1 else t.narrow(dim, *parts[0])
@@ -60,31 +61,35 @@ def output(y_TF: Tensor, weight_DF: Any, columns: list[Part], bias_D: Tensor | N
     return y_TD if bias_D is None else y_TD + bias_D
 
 
-def embedding(table_VD: Tensor, tokens_T: Tensor, ctx: Context) -> Tensor:
-    """Rows of the table, each looked up by the rank that has it; of this rank's own tokens."""
+def embedding(table_VD: Tensor, rows: int, tokens_T: Tensor, ctx: Context) -> Tensor:
+    """Rows of a table of `rows`, each looked up by the rank that has it; of this rank's own tokens."""
     if ctx.tp_group is None:
         return lookup(table_VD, tokens_T)
-    first, count = chunk_bounds(len(table_VD), ctx.tp_group.size(), ctx.tp_group.rank())
-    return sum_tokens(lookup(table_VD.narrow(0, first, count), tokens_T - first), ctx)
+    first, count = chunk_bounds(rows, ctx.tp_group.size(), ctx.tp_group.rank())
+    return sum_tokens(lookup(take(table_VD, [(first, count)]), tokens_T - first), ctx)
 
 
-def cross_entropy(h_TD: Tensor, table_VD: Tensor, labels_T: Tensor, group: ProcessGroup) -> Tensor:
+def cross_entropy(h_TD: Tensor, table_VD: Tensor, rows: int, vocabulary: int, labels_T: Tensor, group: ProcessGroup) -> Tensor:
     """This rank's equal share of the summed cross-entropy of all labels that are not -100, each rank multiplying with its own part of the
-    vocabulary; h and labels are those of all tokens of the group."""
-    first, count = chunk_bounds(len(table_VD), group.size(), group.rank())
-    return _VocabularyLoss.apply(h_TD, table_VD.narrow(0, first, count), labels_T, first, group)
+    table.
+
+    :param h_TD: and labels_T are those of all tokens of the group
+    :param rows: of the table, of which those from `vocabulary` on are padding
+    """
+    first, count = chunk_bounds(rows, group.size(), group.rank())
+    return _VocabularyLoss.apply(h_TD, take(table_VD, [(first, count)]), labels_T, first, vocabulary, group)
 
 
 class _VocabularyLoss(torch.autograd.Function):
     """Keeps no logits: backward computes them again, a chunk of rows at a time."""
 
     @staticmethod
-    def forward(ctx: Any, h_TD: Tensor, table_VD: Tensor, labels_T: Tensor, first: int, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, h_TD: Tensor, table_VD: Tensor, labels_T: Tensor, first: int, vocabulary: int, group: ProcessGroup) -> Tensor:
         chunks = zip(h_TD.split(CHUNK), labels_T.split(CHUNK), strict=True)
-        local_2T = torch.cat([_statistics(_logits(h, table_VD), labels - first) for h, labels in chunks], 1)
+        local_2T = torch.cat([_statistics(_logits(h, table_VD, vocabulary - first), labels - first) for h, labels in chunks], 1)
         ranks = wait(all_gather_start(local_2T, group)).unflatten(0, (group.size(), 2))
         lse_T, chosen_T = ranks[:, 0].logsumexp(0), ranks[:, 1].sum(0)
-        ctx.first = first
+        ctx.first, ctx.real = first, vocabulary - first
         ctx.save_for_backward(h_TD, table_VD, labels_T, lse_T)
         return torch.where(labels_T == -100, 0, lse_T - chosen_T).sum() / group.size()
 
@@ -94,15 +99,19 @@ class _VocabularyLoss(torch.autograd.Function):
         dh, dtable_VD = [], torch.zeros_like(table_VD, dtype=lse_T.dtype)
         for h, labels, lse in zip(*(t.split(CHUNK) for t in (h_TD, labels_T, lse_T)), strict=True):
             chosen = torch.arange(len(table_VD), device=labels.device) == (labels - ctx.first)[:, None]
-            probabilities = torch.exp(_logits(h, table_VD) - lse[:, None])
+            probabilities = torch.exp(_logits(h, table_VD, ctx.real) - lse[:, None])
             dlogits = torch.where((labels == -100)[:, None], 0, (probabilities - chosen.to(lse.dtype)) * dloss).to(h.dtype)
             dh.append(dlogits @ table_VD)
             dtable_VD = dtable_VD + dlogits.t() @ h
-        return torch.cat(dh), dtable_VD.to(table_VD.dtype), None, None, None
+        return torch.cat(dh), dtable_VD.to(table_VD.dtype), None, None, None, None
 
 
-def _logits(h_TD: Tensor, table_VD: Tensor) -> Tensor:
-    return widen(h_TD @ table_VD.t())
+def _logits(h_TD: Tensor, table_VD: Tensor, real: int) -> Tensor:
+    """-inf for rows of the table from `real` on, which are padding."""
+    logits_TV = widen(h_TD @ table_VD.t())
+    if real >= len(table_VD):
+        return logits_TV
+    return logits_TV.masked_fill(torch.arange(len(table_VD), device=h_TD.device) >= real, -torch.inf)
 
 
 def _statistics(logits_TV: Tensor, ids_T: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ class Engine:
         self.compile, self.bind = compile, bind
         self.order = list(units)
         self.units: dict[tuple[str, ...], Unit] = {}
+        self.joined: dict[tuple[str, ...], Unit] = {}  # for passes that do not split layers over tp
         self.paths: dict[tuple[str, ...], list[str]] = {}
         self.trees: dict[tuple[str, ...], pytree.TreeSpec] = {}
         for key in self.order:
@@ -48,7 +49,9 @@ class Engine:
             leaves, self.trees[key] = pytree.tree_flatten(tree)
             self.paths[key] = [f"{path}.{name}" for path in key for name, _ in params.named_leaves(params.subtree(spec, path))]
             last = key == self.order[-1]  # backward starts with it at once
-            self.units[key] = Unit(leaves, mesh, dtype, Reshard(False, False) if last else reshard)
+            keep = Reshard(False, False) if last else reshard
+            self.units[key] = Unit(leaves, mesh, dtype, keep)
+            self.joined[key] = self.units[key] if mesh.tensor is None else Unit(leaves, mesh, dtype, keep, together=True)
         self._compiled: dict[Function, Function] = {}
         # about the transform in the features, which is a call into a library and no loss
         warnings.filterwarnings("ignore", message="Torchinductor does not support code generation for complex operators")
@@ -78,6 +81,7 @@ class Pass:
 
     def __init__(self, engine: Engine, leaves: dict[str, Tensor], context: Any, shared: Shared | None = None, compiled: bool = True):
         self.engine, self.leaves, self.context, self.shared, self.compiled = engine, leaves, context, shared or Shared(), compiled
+        self.units = engine.joined if getattr(context, "tp_group", None) is None else engine.units
         self.last: Use | None = None
         self.ahead: Use | None = None  # the next unit, whose gathering has begun
 
@@ -91,7 +95,7 @@ class Pass:
             return self._function(fn)(*inputs, self.context)
         fn = self.engine.bind(fn)
         if self.compiled and self.engine.compile.scope == "step" and self.engine.compile.enabled:
-            whole = gather_traced(self.engine.units[key], self._shards(key))
+            whole = gather_traced(self.units[key], self._shards(key))
             return fn(pytree.tree_unflatten(whole, self.engine.trees[key]), *inputs, self.context)
         call, use = self._function(fn), self._use(key)
         weights = use.weights()
@@ -110,11 +114,11 @@ class Pass:
     def _use(self, key: tuple[str, ...]) -> Use:
         """This unit's use, which may be under way already; prepares the next one, to travel while this one computes."""
         use = self.ahead
-        if use is None or use.unit is not self.engine.units[key]:
-            use = Use(self.engine.units[key], self._shards(key), self.last, self.shared)
+        if use is None or use.unit is not self.units[key]:
+            use = Use(self.units[key], self._shards(key), self.last, self.shared)
         position = self.engine.order.index(key) + 1
         after = self.engine.order[position] if position < len(self.engine.order) else None
-        self.last, self.ahead = use, Use(self.engine.units[after], self._shards(after), use, self.shared) if after else None
+        self.last, self.ahead = use, Use(self.units[after], self._shards(after), use, self.shared) if after else None
         return use
 
 

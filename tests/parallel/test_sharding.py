@@ -29,7 +29,7 @@ def test_dimension_to_shard(p: P, dim: int) -> None:
 
 def test_a_parameter_of_only_expert_axes_is_refused() -> None:
     with pytest.raises(ValueError, match="leaves no dimension"):
-        sharding.sharded_dim(P((4,), ("experts",)))
+        sharding.sharded_dim(P((4,), ("experts",)), 0)
 
 
 def test_axes_must_match_the_shape() -> None:
