@@ -33,6 +33,7 @@ class Family:
     :param read: config.json -> our configuration; raises HubError
     :param write: the inverse; keys that say nothing about shapes or formulas may be missing
     :param left_out: patterns of foreign tensors that are left out knowingly, and why
+    :param without: keys of config.json that say that something left out is there, and the value that says that it is not
     """
 
     name: str
@@ -43,6 +44,7 @@ class Family:
     read: Callable[[Mapping[str, Any]], ModelConfig]
     write: Callable[[ModelConfig], dict[str, Any]]
     left_out: Mapping[str, str] = field(default_factory=dict)
+    without: Mapping[str, Any] = field(default_factory=dict)
 
 
 def entries(rows: Sequence[Row], cfg: ModelConfig, part: tuple[str, ...]) -> Iterator[Entry]:

@@ -77,6 +77,7 @@ def _config(family: Family, cfg: ModelConfig, like: Path | None, dtype: torch.dt
         return {"architectures": [family.architecture], "torch_dtype": str(dtype).removeprefix("torch."), "pad_token_id": None,
                 **family.write(cfg)}
     base = read_content(like)
+    base |= {key: value for key, value in family.without.items() if key in base}
     return base if family.read(base) == cfg else base | family.write(cfg)
 
 

@@ -167,7 +167,7 @@ def _checkpoint_reader(checkpoint: Path) -> tuple[Callable[[str], Tensor], dict[
         if size is None:
             raise HubError(f"{checkpoint} holds no {name}; it is of another model")
         tensors = {name: torch.zeros(size)}
-        dcp.load(tensors, checkpoint_id=checkpoint)
+        dcp.load(tensors, checkpoint_id=checkpoint, no_dist=True)
         return tensors[name]
 
     return read, sizes

@@ -65,6 +65,7 @@ def _pattern(content: Mapping[str, Any]) -> str:
 
 def _read(content: Mapping[str, Any]) -> ModelConfig:
     refuse_others(content, _FIXED)
+    content = {"head_dim": content.get("attention_head_dim"), **content}  # the first Nemotron-H named it so
     pattern = _pattern(content)
     experts = take(content, _MOE) if "E" in pattern else {}
     return ModelConfig(encoder=None, decoder=DecoderConfig(pattern=pattern, activation="relu2", **take(content, _KEYS), **experts))
@@ -80,4 +81,4 @@ def _write(cfg: ModelConfig) -> dict[str, Any]:
 
 NEMOTRON_H = Family(
     "Nemotron-H", "nemotron_h", "NemotronHForCausalLM", DECODER, (ROWS, renamed(ROWS, {"backbone.": "model."})), _read, _write,
-    {r"(backbone\.|model\.)?mtp\..*": "the head that predicts several tokens is not built here"})
+    {r"(backbone\.|model\.)?mtp\..*": "the head that predicts several tokens is not built here"}, {"num_nextn_predict_layers": 0})

@@ -187,5 +187,10 @@ def test_the_head_for_several_tokens_is_left_out_knowingly(tmp_path):
     written("nemotron_h", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors") | {"mtp.layers.0.norm.weight": torch.zeros(2), "backbone.mtp.x": torch.zeros(1)}
     save_file(tensors, tmp_path / "model.safetensors")
-    (note,) = load(tmp_path, single_mesh()).notes
+    content = json.loads((tmp_path / "config.json").read_text()) | {"num_nextn_predict_layers": 1, "torch_dtype": "kept"}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    loaded = load(tmp_path, single_mesh())
+    save(tmp_path / "out", loaded.family, loaded.cfg, lambda path, p: torch.zeros(p.shape), like=tmp_path)
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == content | {"num_nextn_predict_layers": 0}
+    (note,) = loaded.notes
     assert note == "left out 2 tensors like backbone.mtp.x: the head that predicts several tokens is not built here"
