@@ -51,6 +51,8 @@ def generate(weights: Weights, batch: Batch, context: Context, *, longest: int, 
     """
     cfg, device = weights.cfg, weights.mesh.device
     requests, limit = len(context.cu_seqlens_U1) - 1, cfg.generation.max_new_tokens
+    if int(context.cu_seqlens_U1.diff().max()) > longest:
+        raise ValueError(f"a prompt has more than the {longest} tokens that `longest` promises")
     caches = decoder.new_caches(cfg.model.decoder, requests, longest + limit, context.dtype, device)
     lengths_U = context.cu_seqlens_U1.diff().long()
     x_UD = _read_prompts(weights, batch, context, caches, longest)
