@@ -1,4 +1,4 @@
-"""Under torchrun: every rank loads its shards of folders, gathers them again and exports: `shards_worker EP FOLDER...`.
+"""Under torchrun: every rank loads its shards of folders, gathers them again and exports: `shards_worker EP TP FOLDER EP TP FOLDER...`.
 
 The last line of rank 0 says of each which tensors differ from those that it reads alone, and whether the export has the folder's bytes.
 """
@@ -22,11 +22,10 @@ from parallel.mesh import Mesh, make_mesh, start_processes
 
 
 def main() -> None:
-    ep, folders = int(sys.argv[1]), [Path(folder) for folder in sys.argv[2:]]
     start_processes(torch.device("cpu"))
-    mesh = make_mesh(ParallelConfig(ep=ep), torch.device("cpu"))
-    results = [check(folder, mesh) for folder in folders]
-    if mesh.rank == 0:
+    results = [check(Path(folder), make_mesh(ParallelConfig(ep=int(ep), tp=int(tp)), torch.device("cpu")))
+               for ep, tp, folder in zip(sys.argv[1::3], sys.argv[2::3], sys.argv[3::3], strict=True)]
+    if dist.get_rank() == 0:
         print(json.dumps(results))
     dist.destroy_process_group()
 
