@@ -10,10 +10,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def torchrun(processes: int, module: str, *args: str, timeout_sec: int = 600, **env: str) -> Any:
+def torchrun(processes: int, module: str, *args: str, timeout_sec: int = 900, **env: str) -> Any:
     """The JSON object of `torchrun -m module args`; raises with the output when it fails."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m", module, *args]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | env
+    # which of two libraries multiplies is otherwise measured by each run anew, and they round differently
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "REEDLING_FP32_PRODUCTS": "mkl"} | env
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_sec)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}")
