@@ -188,3 +188,12 @@ def test_rows_are_written_in_the_configured_format(tmp_path) -> None:
     assert written.tokenizer.backend.decode(read, skip_special_tokens=False) == (
         "<|im_start|>system\nSys<|im_end|>\n<|im_start|>user\nHi <|audio|>there<|im_end|>\n<|im_start|>assistant\n<think></think>")
     assert (list(item.answer), item.end) == (written.tokenizer.encode("Yo man"), (written.tokenizer.eos_id,))
+
+
+def test_other_stop_tokens_of_a_format_end_generation_where_the_tokenizer_has_them(tmp_path) -> None:
+    form = FORMATS["qwen3"]
+    for more in ([], ["<|endoftext|>"]):
+        backend = byte_level([*special_tokens(form), *more])
+        backend.save(str(tmp_path / "tokenizer.json"))
+        found = writer(config(tokenizer=str(tmp_path), prompt_format="qwen3", prompt="<|audio|>")).tokenizer
+        assert found.stop_ids == (backend.token_to_id("<|im_end|>"), *(backend.token_to_id(token) for token in more))
