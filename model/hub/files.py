@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from safetensors import safe_open
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from model.hub.source import Source
 from model.hub.unmerged import merged
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+NEMO_PARTS = ("encoder", "preprocessor")
 NEMO_CONFIG, NEMO_WEIGHTS = "model_config.yaml", "model_weights.ckpt"
 LLM_CONFIG = "llm_config.json"  # beside a SALM's config.json, which only names its language model
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
@@ -45,10 +47,12 @@ def read_content(path: Path) -> dict[str, Any]:
         if path.suffix == ".nemo":
             with tempfile.TemporaryDirectory() as folder:
                 _unpack(path, Path(folder), NEMO_CONFIG)
-                content: Any = OmegaConf.to_container(OmegaConf.load(Path(folder) / NEMO_CONFIG), resolve=True)
+                whole: Any = OmegaConf.load(Path(folder) / NEMO_CONFIG)
+                # the rest, about training and data, may refer to what only its owner's machine had
+                content = {part: OmegaConf.to_container(whole[part], resolve=True) for part in NEMO_PARTS if part in whole}
         else:
             content = beside(path, json.loads((path / "config.json").read_text()))
-    except (OSError, tarfile.TarError, json.JSONDecodeError) as error:
+    except (OSError, tarfile.TarError, json.JSONDecodeError, OmegaConfBaseException) as error:
         raise HubError(f"the configuration of {path} cannot be read ({error}); give the folder of a published checkpoint or a .nemo file") \
             from error
     return content

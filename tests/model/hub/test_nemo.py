@@ -45,7 +45,8 @@ def archive(folder: Path, mode: Any = "w", config: dict[str, Any] = CONFIG) -> P
 
 @pytest.mark.parametrize("mode", ["w", "w:gz"])
 def test_encoder_of_an_archive(mode, tmp_path):
-    loaded = load(archive(tmp_path, mode), single_mesh())
+    config = {**CONFIG, "encoder": CONFIG["encoder"] | {"feat_in": "${preprocessor.features}"}, "train_ds": {"path": "${oc.env:NOWHERE}"}}
+    loaded = load(archive(tmp_path, mode, config), single_mesh())
     assert loaded.cfg.encoder == perception.ENCODER
     assert len(loaded.tensors) == sum(name.startswith("weights.") and "tracked" not in name for name in perception.tensors())
     for path, t in loaded.tensors.items():
