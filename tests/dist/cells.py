@@ -31,7 +31,7 @@ MODEL = (
 VARIANT = (
     "model.decoder.activation=swiglu", "model.decoder.tie_embeddings=true", "model.decoder.attention_bias=true", "model.decoder.qk_norm=true",
     "model.decoder.mlp_bias=true", "model.decoder.mamba_bias=true", "model.decoder.post_norm=true", "model.decoder.mamba_groups=1",
-    "model.decoder.pattern=MWE-", "model.decoder.window=5",
+    "model.decoder.pattern=MWE-", "model.decoder.window=5", "model.encoder.conv_norm=batch_norm",
 )
 
 
@@ -110,7 +110,7 @@ def cells() -> list[Cell]:
         Cell("dp 2, tp 2", 4, {"tp": 2}, rows=2),
         Cell("dp 2, cp 2", 4, {"cp": 2}, rows=2),
         Cell("cp 2, tp 2", 4, {"cp": 2, "tp": 2}, rows=2, quick=True),
-        Cell("cp 2, tp 2, swiglu, tied, biases, norms of heads, 1 Mamba group", 4, {"cp": 2, "tp": 2}, rows=2, model=VARIANT, quick=True),
+        Cell("cp 2, tp 2, swiglu, tied, biases, norms of heads and batches, 1 Mamba group", 4, {"cp": 2, "tp": 2}, rows=2, model=VARIANT, quick=True),
         Cell("dp 2, cp 2, ep 4", 4, {"cp": 2, "ep": 4}, rows=4, quick=True),
         Cell("hsdp 2 x 1, tp 2, ep 2", 4, {"dp_replicate": 2, "tp": 2, "ep": 2}, quick=True),
         Cell("dp 2, cp 2, tp 2", 8, {"cp": 2, "tp": 2}, rows=2),

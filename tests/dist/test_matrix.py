@@ -38,6 +38,11 @@ def test_collectives_of_a_step(results: dict[str, dict[str, Any]], name: str, ga
     assert counts.get("all_reduce", 0) == reduces
 
 
+def test_mamba_exchanges_twice_in_forward_and_twice_in_backward(results: dict[str, dict[str, Any]]) -> None:
+    counts = results["cp 2, tp 2"]["collectives"]  # of two rows and one such layer
+    assert counts["all_to_all_single"] == 2 * (2 + 2)
+
+
 def test_summary_names_what_failed() -> None:
     good = dict.fromkeys(BARS["fp32"], 0.0)
     found = summary({"a": good, "b": good | {"norm_error": float("nan")}, "c": {"failure": "x"}, "d": good | {"loss_error": 2e-6}}, "fp32")
