@@ -64,6 +64,10 @@ def find(path: Path) -> tuple[Path, dict[str, Any]]:
 def configure(asked: EvaluateConfig, stored: dict[str, Any], command: list[str]) -> Config:
     """The run's configuration with this command's data, checked; it may use another number of processes than the training."""
     cfg = config.from_dict(stored)
+    if cfg.model.encoder is None:
+        raise config.ConfigError(f"checkpoint={asked.checkpoint} is of a language model alone, which transcribes nothing; give one that "
+                                 "was trained with an encoder")
+    cfg.parallel = replace(cfg.parallel, dp_replicate=1)  # copies serve gradients
     asked_for = {key: getattr(asked, key) for key in GENERATION if getattr(asked, key) is not None}
     cfg.generation = replace(cfg.generation, **asked_for)
     if asked.manifest is not None:
@@ -73,7 +77,11 @@ def configure(asked: EvaluateConfig, stored: dict[str, Any], command: list[str])
         launch.refuse(problems)
     if asked.audio is not None:
         whole_file(asked.audio)
-    for name in sets(cfg, asked):
+    names = sets(cfg, asked)
+    if asked.output is not None and len(names) > 1:
+        raise config.ConfigError(f"output={asked.output} is one file for the sets {', '.join(names)}; choose one with set=, or leave out "
+                                 "output")
+    for name in names:
         validation_source(cfg.data, name)
     return cfg
 

@@ -36,7 +36,7 @@ def make_loader(cfg: DataConfig, seed: int, rank: int, world: int, state: State 
     rows = row_sizes(cfg) if world == 1 else row_sizes(cfg)[-1:]  # ranks that exchange tokens need equal shapes at every step
     share = Share(seed, rank, world)
     size = len(range(rank, len(source), world))
-    if cfg.kind == "manifest" and len(source) < world:
+    if cfg.kind != "digits" and len(source) < world:
         raise DataError(f"data.manifest has {len(source)} utterances for {world} data-parallel processes; give at least one to each")
     header = {"kind": cfg.kind, "world": world, "rank": rank, "seed": seed, "utterances": len(source)}
     state = dict(state or {})

@@ -55,7 +55,7 @@ def _chatml(**changes: object) -> Format:
 
 FORMATS: dict[str, Format] = {
     "plain": Format(user=("", ""), opening="", end="<|eos|>"),
-    "nemotron-nano-v3": _chatml(opening="<|im_start|>assistant\n<think></think>", system_default=""),
+    "nemotron-nano-v3": _chatml(opening="<|im_start|>assistant\n<think></think>", system_default="", stops=("</s>",)),
     "nemotron-h": Format(
         system=("<SPECIAL_10>System\n", "\n"), system_default="", user=("<SPECIAL_11>User\n", "\n"), opening="<SPECIAL_11>Assistant\n",
         closing="\n", end="<SPECIAL_11>", end_opens_next=True, stops=("<SPECIAL_12>", "</s>")),

@@ -34,9 +34,9 @@ def global_norm(grads: Mapping[str, Tensor], copies: Mapping[str, int]) -> Tenso
     names = [name for name, grad in grads.items() if grad.numel()]
     if not names:
         return sum_over_ranks(next(iter(grads.values())).new_zeros(())).sqrt()
-    squares = torch.stack(torch._foreach_norm([grads[name] for name in names])).square()
-    shares = torch.tensor([1 / copies[name] for name in names], dtype=squares.dtype, device=squares.device)
-    return sum_over_ranks((squares * shares).sum()).sqrt()
+    squares = torch._foreach_pow(torch._foreach_norm([grads[name] for name in names]), 2)
+    torch._foreach_mul_(squares, [1 / copies[name] for name in names])  # numbers, which a device gets without waiting
+    return sum_over_ranks(torch.stack(squares).sum()).sqrt()
 
 
 def clip(grads: list[Tensor], norm: Tensor, limit: float) -> None:

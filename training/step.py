@@ -89,7 +89,7 @@ def make_gradients(cfg: Config, mesh: Mesh, engine: Engine) -> Callable[[State, 
         for number, batch in enumerate(batches):
             shared.last = number == len(batches) - 1
             draw = (state.step * len(batches) + number) * mesh.dp + mesh.dp_rank
-            row = batch | {"draw": torch.tensor(draw, device=mesh.device)}
+            row = batch | {"draw": torch.full((), draw, dtype=torch.int64, device=mesh.device)}
             loss, stats = forward(leaves, row, counts) if one_graph else forward(leaves, row, counts, shared)
             found = torch.autograd.grad(loss, list(weights.values()), allow_unused=not shared.last)  # None: it waits for the last row
             for name, grad in zip(weights, found, strict=True):

@@ -78,7 +78,14 @@ def _config(family: Family, cfg: ModelConfig, like: Path | None, dtype: torch.dt
                 **family.write(cfg)}
     base = read_content(like)
     base |= {key: value for key, value in family.without.items() if key in base}
-    return base if family.read(base) == cfg else base | family.write(cfg)
+    written = family.write(cfg)
+    return base if family.write(family.read(base)) == written else _over(base, written)
+
+
+def _over(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """`new` over `base`, section by section."""
+    sections = {key: _over(base[key], value) for key, value in new.items() if isinstance(value, dict) and isinstance(base.get(key), dict)}
+    return {**base, **new, **sections}
 
 
 def _write_config(out: Path, content: dict[str, Any]) -> None:

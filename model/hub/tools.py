@@ -16,14 +16,14 @@ from torch import Tensor
 from configs.schema import DataConfig, ModelConfig
 from data.errors import DataError
 from data.tokenizer import load_tokenizer
-from model import lora
+from model import lora, speech_lm
 from model.hub import adapter
 from model.hub.families import FAMILIES
 from model.hub.family import Entry, Family, HubError, choose_variant, compare
 from model.hub.files import opened
 from model.hub.load import read_box, read_config
 from model.hub.save import Fetch, save
-from model.params import P
+from model.params import P, named_leaves
 
 
 def inspect(path: Path) -> dict[str, Any]:
@@ -52,6 +52,9 @@ def convert(path: Path, out: Path, like: Path | None, kind: str | None, dtype: t
         if like is None and kind is None and cfg.pretrained is not None and Path(cfg.pretrained).exists():
             like = Path(cfg.pretrained)
         family = _family_to_write(like, kind)
+        lost = sorted({path.partition(".")[0] for path, _ in named_leaves(speech_lm.model_spec(cfg)) if not path.startswith(family.part)})
+        if lost:
+            print(f"not written, since {family.model_type} has no place for it: {', '.join(lost)}; --family salm/... has one")
         save(out, family, cfg, from_checkpoint(checkpoint, cfg), like=like, dtype=dtype, limit_bytes=limit_bytes)
         if like is None:
             write_companions(checkpoint, out)
@@ -146,7 +149,10 @@ def write_companions(checkpoint: Path, out: Path) -> None:
 
 def _family_to_write(like: Path | None, kind: str | None) -> Family:
     if like is not None:
-        return read_config(like)[0]
+        family = read_config(like)[0]
+        if kind not in (None, family.model_type):
+            raise HubError(f"--family {kind} and --like {like}, which is {family.model_type}, contradict each other; give one of them")
+        return family
     if kind not in FAMILIES:
         raise HubError(f"a run can be written as any of {', '.join(FAMILIES)}: name one with --family, or a published folder with --like")
     return FAMILIES[kind]

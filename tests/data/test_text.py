@@ -34,6 +34,11 @@ def data(folder: Path, **changes: Any) -> DataConfig:
                       shuffle=False, rows=[RowSize(tokens=64, utterances=4)], **changes)
 
 
+def test_fewer_lines_than_processes(tmp_path):
+    with pytest.raises(DataError, match="has 3 utterances for 4 data-parallel processes"):
+        make_loader(data(tmp_path), 0, 3, 4)
+
+
 def test_a_row_holds_texts_and_answers(tmp_path):
     cfg = data(tmp_path)
     batch, tokenizer = next(make_loader(cfg, 0, 0, 1)), load_tokenizer(cfg)

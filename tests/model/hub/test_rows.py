@@ -17,7 +17,7 @@ from model.hub.family import HubError, entries
 from model.hub.files import INDEX, Folder, Writer
 from model.hub.load import load, read_box, read_config
 from model.hub.rows import match, renamed, row
-from model.hub.save import save
+from model.hub.save import _over, save
 from tests.parity.results import single_mesh
 
 SMALL = DecoderConfig(d_model=12, vocab_size=10, n_heads=2, n_kv_heads=1, head_dim=8, mlp_ffn=6, rope_theta=100.0, activation="swiglu")
@@ -157,6 +157,17 @@ def test_companions_types_and_unchanged_keys_come_from_the_folder_that_it_is_lik
     more = drawn(longer)
     save(tmp_path / "c", FAMILIES["qwen3_moe"], longer, lambda path, _: more[path], like=tmp_path / "a")
     assert json.loads((tmp_path / "c" / "config.json").read_text()) == content | {"vocab_size": 11}
+
+
+def test_a_run_knows_more_than_config_json_and_keeps_its_sections(tmp_path):
+    """What only this project has (where a run started from, patterns of frozen parameters) is no change; a changed size changes its key."""
+    weights = written("qwen3_moe", tmp_path / "a")
+    content = json.loads((tmp_path / "a" / "config.json").read_text()) | {"extra": {"kept": 1}}
+    (tmp_path / "a" / "config.json").write_text(json.dumps(content))
+    cfg = replace(model("qwen3_moe"), pretrained=str(tmp_path / "a"), freeze_params=["head"])
+    save(tmp_path / "b", FAMILIES["qwen3_moe"], cfg, lambda path, _: weights[path], like=tmp_path / "a")
+    assert json.loads((tmp_path / "b" / "config.json").read_text()) == content
+    assert _over({"x": {"target": "t", "size": 1}, "y": 2}, {"x": {"size": 3}, "z": 4}) == {"x": {"target": "t", "size": 3}, "y": 2, "z": 4}
 
 
 def test_windows_follow_from_either_way_of_saying_them():

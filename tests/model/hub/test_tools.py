@@ -82,6 +82,8 @@ def test_convert_writes_a_run_with_its_adapters_merged(trained, tmp_path):
     assert all(torch.equal(t.full_tensor(), expected[path]) for path, t in loaded.tensors.items())
     with pytest.raises(HubError, match=r"name one with --family, or a published folder with --like"):
         run(["convert", str(folder), str(tmp_path / "other")])
+    with pytest.raises(HubError, match=r"--family qwen3 and --like .*, which is llama, contradict each other"):
+        run(["convert", str(folder), str(tmp_path / "other"), "--family", "qwen3", "--like", str(tmp_path / "out")])
     assert run(["convert", str(folder), str(tmp_path / "again"), "--like", str(tmp_path / "out")])["family"] == "llama"
     assert (tmp_path / "again" / "generation_config.json").exists()
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
