@@ -15,6 +15,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from sacrebleu.metrics.bleu import BLEU
 
 from configs.schema import Config, EvaluateConfig
 from data.audio import whole_file
@@ -48,6 +49,8 @@ def options(arguments: list[str]) -> EvaluateConfig:
         raise config.ConfigError("audio, manifest and set exclude each other; give one of them, or none for the run's validation sets")
     if result.normalizer not in NORMALIZERS:
         raise config.ConfigError(f"normalizer={result.normalizer} is unknown; choose one of {', '.join(NORMALIZERS)}")
+    if result.bleu_tokenizer not in BLEU.TOKENIZERS:
+        raise config.ConfigError(f"bleu_tokenizer={result.bleu_tokenizer} is unknown; choose one of {', '.join(BLEU.TOKENIZERS)}")
     return result
 
 

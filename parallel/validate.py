@@ -258,7 +258,10 @@ def sampling(cfg: Config, environment: Environment) -> Iterator[str]:
 
 
 def patterns(cfg: Config, environment: Environment) -> Iterator[str]:
-    for key in ("model.freeze_params", "model.prevent_freeze_params", "model.lora.targets"):
+    for pattern, rank in cfg.model.lora.ranks.items():
+        if rank < 1:
+            yield f"model.lora.ranks gives {pattern!r} the rank {rank}; choose at least 1"
+    for key in ("model.freeze_params", "model.prevent_freeze_params", "model.lora.targets", "model.lora.ranks"):
         for pattern in value(cfg, key):  # type: ignore[attr-defined]
             try:
                 re.compile(pattern)

@@ -52,6 +52,7 @@ def command(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.Compl
     (["checkpoint=RUN", "set=dev"], r"data\.validation has no set 'dev' \(has: held_out\)"),
     (["checkpoint=RUN", "set=held_out", "audio=x.wav"], r"audio, manifest and set exclude each other"),
     (["checkpoint=RUN", "normalizer=french"], r"normalizer=french is unknown; choose one of none, basic, english"),
+    (["checkpoint=RUN", "bleu_tokenizer=14a"], r"bleu_tokenizer=14a is unknown; choose one of none, zh, 13a"),
     (["checkpoint=RUN", "sett=dev"], r"Key 'sett' not in 'EvaluateConfig'; python evaluate.py --help lists the keys"),
     (["checkpoint=RUN", "top_p=0"], r"generation\.top_p=0\.0 is no share"),
     (["checkpoint=RUN", "max_new_tokens=0"], r"generation\.max_new_tokens=0 is too small"),

@@ -97,6 +97,8 @@ def test_sizes_below_their_least(key: str, least: int) -> None:
     ({"model.freeze_params": [r"encoder\.layers\.3\."]}, 1, r"^model.freeze_params freezes encoder.layers.3.conv.batch_norm.weight but"),
     ({"model.lora.rank": 4, "model.lora.targets": ["q_proj"]}, 1, r"^model.lora.targets holds 'q_proj', which matches no .* decoder"),
     ({"model.lora.rank": 4, "model.lora.targets": ["("]}, 1, r"^model.lora.targets holds '\(', which is no regular expression"),
+    ({"model.lora.rank": 4, "model.lora.ranks": {"(": 2}}, 1, r"^model.lora.ranks holds '\(', which is no regular expression"),
+    ({"model.lora.rank": 4, "model.lora.ranks": {"decoder": 0}}, 1, r"^model.lora.ranks gives 'decoder' the rank 0; choose at least 1$"),
     ({"model.lora.rank": 4, "model.lora.dropout": 1.0}, 1, r"^model.lora.dropout=1.0 drops everything"),
     ({"model.lora.rank": 4, "model.lora.dora": True, "model.decoder.pattern": "E"}, 1,
      r"^model.lora.dora=True cannot be had for routed experts, and model.lora.targets matches decoder.layers.0.experts.up"),
