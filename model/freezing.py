@@ -1,6 +1,5 @@
 """Which parameters are trained: patterns over their dotted paths, with the meaning of NeMo's freeze_params and prevent_freeze_params."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,13 +14,10 @@ def freeze(spec: Tree, patterns: Sequence[str], exceptions: Sequence[str]) -> Tr
     """
     if not patterns:
         return spec
-    return params.map_named(lambda path, p: replace(p, trained=p.trained and (_any(exceptions, path) or not _any(patterns, path))), spec)
+    return params.map_named(lambda path, p: replace(
+        p, trained=p.trained and (params.chosen(path, exceptions) or not params.chosen(path, patterns))), spec)
 
 
 def unmatched(paths: Sequence[str], patterns: Sequence[str]) -> list[str]:
     """The patterns that no parameter's path matches: misspelt ones, mostly."""
-    return [pattern for pattern in patterns if not any(re.match(pattern, path) for path in paths)]
-
-
-def _any(patterns: Sequence[str], path: str) -> bool:
-    return any(re.match(pattern, path) for pattern in patterns)
+    return [pattern for pattern in patterns if not any(params.chosen(path, [pattern]) for path in paths)]

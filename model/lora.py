@@ -7,7 +7,6 @@ routed experts [E, O, I] are added up instead, for a grouped product takes one m
 
 import functools
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -55,7 +54,7 @@ def _extended(tree: Tree, cfg: LoraConfig, place: str) -> Tree:
     for name, part in tree.items():
         if not isinstance(part, P):
             out[name] = _extended(part, cfg, f"{place}{name}.")
-        elif adaptable(part) and any(re.match(pattern, place + name) for pattern in cfg.targets):
+        elif adaptable(part) and params.chosen(place + name, cfg.targets):
             out[name], out[name + SUFFIX] = replace(part, trained=False), _adapter(place + name, part, cfg)
         else:
             out[name] = part
@@ -69,7 +68,7 @@ def adaptable(p: P) -> bool:
 
 def rank_of(path: str, cfg: LoraConfig) -> int:
     """Rank of the update of one projection."""
-    return next((rank for pattern, rank in cfg.ranks.items() if re.match(pattern, path)), cfg.rank)
+    return next((rank for pattern, rank in cfg.ranks.items() if params.chosen(path, [pattern])), cfg.rank)
 
 
 def _adapter(path: str, p: P, cfg: LoraConfig) -> dict[str, P]:
@@ -149,4 +148,4 @@ def merge(tensors: dict[str, Tensor], cfg: LoraConfig) -> dict[str, Tensor]:
 
 def targets(spec: Tree, patterns: Sequence[str]) -> dict[str, P]:
     """The projections that the patterns choose, by path."""
-    return {path: p for path, p in params.named_leaves(spec) if adaptable(p) and any(re.match(pattern, path) for pattern in patterns)}
+    return {path: p for path, p in params.named_leaves(spec) if adaptable(p) and params.chosen(path, patterns)}

@@ -8,7 +8,8 @@ Units go into names: _sec, _frames, _tokens, _samples, _bytes.
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +94,11 @@ def named_leaves(tree: Tree) -> Iterator[tuple[str, Any]]:
 
 def _dotted(path: tuple[Any, ...]) -> str:
     return ".".join(str(k.key if isinstance(k, pytree.MappingKey) else k.idx) for k in path)
+
+
+def chosen(path: str, patterns: Iterable[str]) -> bool:
+    """Whether a dotted path begins with a match of one of the patterns."""
+    return any(re.match(pattern, path) for pattern in patterns)
 
 
 def subtree(tree: Tree, path: str) -> Tree:

@@ -15,7 +15,7 @@ from configs.schema import LoraConfig, ModelConfig
 from model import lora
 from model.hub.family import Entry, Family, HubError, entries
 from model.hub.rows import Block
-from model.params import P
+from model.params import P, chosen
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -46,7 +46,7 @@ class Target:
 def targets(family: Family, cfg: ModelConfig) -> list[Target]:
     """The projections that cfg.lora adapts, under the names that the owner's model has in memory (a family's last variant)."""
     found = (entry for entry in entries(family.variants[-1], cfg, family.part) if lora.adaptable(entry.p))
-    return [_target(entry) for entry in found if any(re.match(pattern, entry.path) for pattern in cfg.lora.targets)]
+    return [_target(entry) for entry in found if chosen(entry.path, cfg.lora.targets)]
 
 
 def _target(entry: Entry) -> Target:

@@ -64,6 +64,12 @@ def choose_variant(family: Family, cfg: ModelConfig, stored: Mapping[str, Any]) 
     return max(candidates, key=lambda c: sum(b.name in stored for e in c for b in e.blocks))
 
 
+def matched(family: Family, cfg: ModelConfig, stored: Mapping[str, Sequence[int]]) -> tuple[list[Entry], list[str]]:
+    """The entries of the variant that a checkpoint is stored in, and what is left out knowingly; raises HubError as compare does."""
+    found = choose_variant(family, cfg, stored)
+    return found, compare(family, cfg, found, stored)
+
+
 def compare(family: Family, cfg: ModelConfig, found: Sequence[Entry], stored: Mapping[str, Sequence[int]]) -> list[str]:
     """What is left out knowingly, one sentence a reason.
 

@@ -33,6 +33,14 @@ def layers(content: Mapping[str, Any]) -> int:
     return int(take(content, [("n", "num_hidden_layers")])["n"])
 
 
+def expansion(content: Mapping[str, Any], hidden: str, width: str, missing: int | None = None) -> int:
+    """How many times `width` the hidden width is, or `missing` where it is not given; raises HubError if that is no whole number."""
+    n = take(content, [("d", width), ("ffn", hidden) if missing is None else ("ffn", hidden, missing * content[width])])
+    if n["ffn"] % n["d"]:
+        raise HubError(f"config.json has {hidden}={n['ffn']}, which is no multiple of {width}={n['d']}")
+    return int(n["ffn"] // n["d"])
+
+
 def give(cfg: Any, keys: Keys) -> dict[str, Any]:
     """Their names and our values."""
     return {key[1]: getattr(cfg, key[0]) for key in keys}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from configs.schema import ModelConfig
 from model.hub.families import family_of
-from model.hub.family import Entry, Family, HubError, choose_variant, compare
+from model.hub.family import Entry, Family, HubError, matched
 from model.hub.files import opened, read_content
 from model.hub.rows import Block
 from model.hub.source import Source
@@ -50,8 +50,7 @@ def load(path: Path, mesh: Mesh, cfg: ModelConfig | None = None, dtype: torch.dt
     family, own = read_config(path)
     cfg = own if cfg is None else cfg
     with opened(path) as folder:
-        found = choose_variant(family, cfg, folder.shapes())
-        notes = compare(family, cfg, found, folder.shapes())
+        found, notes = matched(family, cfg, folder.shapes())
         if cfg.decoder.tie_embeddings:
             _check_tie(folder, found, mesh)
         tensors = {entry.path: _place(entry.p, read_box(folder, entry, sharding.local_box(entry.p, mesh)).to(dtype), mesh)

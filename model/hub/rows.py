@@ -48,6 +48,11 @@ def row(ours: str, *theirs: str, layout: str = "same") -> Row:
     return Row(ours, theirs, "join" if len(theirs) > 1 else layout)
 
 
+def affine(ours: str, theirs: str) -> tuple[Row, Row]:
+    """The rows of a weight and of its bias."""
+    return row(f"{ours}.weight", f"{theirs}.weight"), row(f"{ours}.bias", f"{theirs}.bias")
+
+
 def renamed(rows: Sequence[Row], replacements: Mapping[str, str]) -> tuple[Row, ...]:
     """Rows whose foreign names begin differently: the longest matching prefix is replaced."""
     def rename(name: str) -> str:

@@ -19,11 +19,12 @@ from data.tokenizer import load_tokenizer
 from model import lora, speech_lm
 from model.hub import adapter
 from model.hub.families import FAMILIES
-from model.hub.family import Entry, Family, HubError, choose_variant, compare
+from model.hub.family import Entry, Family, HubError, matched
 from model.hub.files import opened
 from model.hub.load import read_box, read_config
 from model.hub.save import Fetch, save
 from model.params import P, named_leaves
+from training.checkpoint import newest
 
 
 def inspect(path: Path) -> dict[str, Any]:
@@ -32,8 +33,7 @@ def inspect(path: Path) -> dict[str, Any]:
     print(f"{family.name} ({family.model_type})")
     print(OmegaConf.to_yaml(OmegaConf.create({"model": asdict(cfg)})).rstrip())
     with opened(path) as source:
-        found = choose_variant(family, cfg, source.shapes())
-        notes = compare(family, cfg, found, source.shapes())
+        found, notes = matched(family, cfg, source.shapes())
         types = sorted({str(dtype).removeprefix("torch.") for dtype in source.dtypes().values()})
     print(*notes, sep="\n")
     return {"family": family.model_type, "parameters": sum(math.prod(e.p.shape) for e in found if e.p.kind == "param"),
@@ -45,7 +45,7 @@ def convert(path: Path, out: Path, like: Path | None, kind: str | None, dtype: t
     checkpoint = newest_checkpoint(path)
     if checkpoint is None:
         family, cfg = read_config(path)
-        with _reader(path) as fetch:
+        with _reader(path) as (_, fetch):
             save(out, family, cfg, fetch, like=like or path, dtype=dtype, limit_bytes=limit_bytes)
     else:
         cfg = stored_config(checkpoint)
@@ -85,8 +85,7 @@ def export_adapter(path: Path, out: Path, like: Path | None, kind: str | None) -
 def verify(path: Path, other: Path | None) -> dict[str, Any]:
     """Prints and counts the tensors that are not finite, and those that are other numbers in `other` (of any family with our layers)."""
     not_finite, different = [], []
-    with _reader(path) as fetch, _reader(other or path) as fetch_other:
-        found = list(_entries(path))
+    with _reader(path) as (found, fetch), _reader(other or path) as (_, fetch_other):
         for entry in found:
             tensor = fetch(entry.path, entry.p)
             if not tensor.isfinite().all():
@@ -98,32 +97,25 @@ def verify(path: Path, other: Path | None) -> dict[str, Any]:
     return {"tensors": len(found), "not_finite": len(not_finite), "different": len(different)}
 
 
-def _entries(path: Path) -> list[Entry]:
+@contextmanager
+def _reader(path: Path) -> Iterator[tuple[list[Entry], Fetch]]:
+    """The entries of a published checkpoint, and what reads whole tensors of it by our paths."""
     family, cfg = read_config(path)
     with opened(path) as source:
-        found = choose_variant(family, cfg, source.shapes())
-        compare(family, cfg, found, source.shapes())
-    return found
+        entries, _ = matched(family, cfg, source.shapes())
+        found = {entry.path: entry for entry in entries}
 
-
-@contextmanager
-def _reader(path: Path) -> Iterator[Fetch]:
-    """Reads whole tensors of a published checkpoint by our paths."""
-    found = {entry.path: entry for entry in _entries(path)}
-    with opened(path) as source:
         def fetch(name: str, p: P) -> Tensor:
             if name not in found or found[name].p.shape != p.shape:
                 raise HubError(f"{path} has no {name} of shape {list(p.shape)}; it is another model")
             return read_box(source, found[name], [(0, n) for n in p.shape])
 
-        yield fetch
+        yield entries, fetch
 
 
 def newest_checkpoint(path: Path) -> Path | None:
     """The newest checkpoint of a run, or the path itself if it is one."""
-    if (path / "meta.json").exists():
-        return path
-    return max((meta.parent for meta in path.glob("checkpoints/step_*/meta.json")), default=None)
+    return path if (path / "meta.json").exists() else newest(path)
 
 
 def stored_config(checkpoint: Path) -> ModelConfig:

@@ -9,7 +9,7 @@ from model.hub.families.llama import LLAMA
 from model.hub.families.whisper import SUBSAMPLING
 from model.hub.family import Family, HubError
 from model.hub.keys import Fixed, Keys, give, refuse_others, take
-from model.hub.rows import renamed, row
+from model.hub.rows import affine, renamed
 from model.lengths import COUNTING
 
 MERGE = COUNTING["glm_asr"].frames_a_token
@@ -17,12 +17,10 @@ _NAMES = {"attention_norm": "input_layernorm", **{x: f"self_attn.{x}_proj" for x
           "up": "mlp.fc1", "down": "mlp.fc2"}
 _ENCODER = (
     *SUBSAMPLING,
-    *(row(f"encoder.layers.{{n}}.{ours}.{part}", f"layers.{{n}}.{theirs}.{part}") for ours, theirs in _NAMES.items()
-      for part in ("weight", "bias")),
-    *(row(f"encoder.norm.{part}", f"norm.{part}") for part in ("weight", "bias")),
+    *(r for ours, theirs in _NAMES.items() for r in affine(f"encoder.layers.{{n}}.{ours}", f"layers.{{n}}.{theirs}")),
+    *affine("encoder.norm", "norm"),
 )
-_PROJECTOR = tuple(row(f"projector.{ours}.{part}", f"multi_modal_projector.{theirs}.{part}")
-                   for ours, theirs in (("up", "linear_1"), ("down", "linear_2")) for part in ("weight", "bias"))
+_PROJECTOR = (*affine("projector.up", "multi_modal_projector.linear_1"), *affine("projector.down", "multi_modal_projector.linear_2"))
 _ROWS = (*renamed(_ENCODER, {"": "audio_tower."}), *_PROJECTOR, *renamed(LLAMA.variants[0], {"": "language_model."}))
 _KEYS: Keys = (("d_model", "hidden_size"), ("n_layers", "num_hidden_layers"), ("n_heads", "num_attention_heads"),
                ("mel_bins", "num_mel_bins"))

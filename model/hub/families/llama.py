@@ -6,7 +6,7 @@ from typing import Any
 from configs.schema import DecoderConfig, ModelConfig
 from model.hub.family import Family
 from model.hub.keys import Fixed, Keys, give, layers, read_rope, refuse_others, take, write_rope
-from model.hub.rows import row
+from model.hub.rows import affine, row
 
 DECODER = ("decoder.",)
 ENDS = (
@@ -16,8 +16,7 @@ ENDS = (
 )
 ATTENTION = (
     row("decoder.layers.{2n}.norm", "model.layers.{n}.input_layernorm.weight"),
-    *(row(f"decoder.layers.{{2n}}.{x}.{part}", f"model.layers.{{n}}.self_attn.{x}_proj.{part}")
-      for x in "qkvo" for part in ("weight", "bias")),
+    *(r for x in "qkvo" for r in affine(f"decoder.layers.{{2n}}.{x}", f"model.layers.{{n}}.self_attn.{x}_proj")),
     *(row(f"decoder.layers.{{2n}}.{x}_norm", f"model.layers.{{n}}.self_attn.{x}_norm.weight") for x in "qk"),
 )
 MLP = (

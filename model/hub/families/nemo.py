@@ -6,23 +6,24 @@ from typing import Any
 from configs.schema import EncoderConfig, ModelConfig
 from model.hub.family import Family
 from model.hub.keys import Fixed, Keys, give, refuse_others, take
-from model.hub.rows import row
+from model.hub.rows import affine, row
 
-_PARTS = ("weight", "bias")
-_NORMS = ("norm_feed_forward1", "norm_self_att", "norm_conv", "norm_feed_forward2", "norm_out")
+CONVOLUTIONS = (0, 2, 3, 5, 6)  # of the subsampling, numbered with the functions between them
+NORMS = ("norm_feed_forward1", "norm_self_att", "norm_conv", "norm_feed_forward2", "norm_out")
 _AFFINE = (*(f"{ff}.{linear}" for ff in ("feed_forward1", "feed_forward2") for linear in ("linear1", "linear2")),
            *(f"self_attn.linear_{x}" for x in ("q", "k", "v", "out", "pos")),
            "conv.pointwise_conv1", "conv.depthwise_conv", "conv.pointwise_conv2", "conv.batch_norm")
 _OTHERS = ("self_attn.pos_bias_u", "self_attn.pos_bias_v", "conv.batch_norm.running_mean", "conv.batch_norm.running_var")
-_LAYER = (*(f"{name}.{part}" for name in (*_NORMS, *_AFFINE) for part in _PARTS), *_OTHERS)
 ROWS = (
-    *(row(f"encoder.subsampling.{name}.{part}", f"encoder.pre_encode.{name}.{part}")
-      for name in (*(f"conv.{i}" for i in (0, 2, 3, 5, 6)), "out") for part in _PARTS),
-    *(row(f"encoder.layers.{{n}}.{name}", f"encoder.layers.{{n}}.{name}") for name in _LAYER),
+    *(r for name in (*(f"conv.{i}" for i in CONVOLUTIONS), "out")
+      for r in affine(f"encoder.subsampling.{name}", f"encoder.pre_encode.{name}")),
+    *(r for name in (*NORMS, *_AFFINE) for r in affine(f"encoder.layers.{{n}}.{name}", f"encoder.layers.{{n}}.{name}")),
+    *(row(f"encoder.layers.{{n}}.{name}", f"encoder.layers.{{n}}.{name}") for name in _OTHERS),
 )
+NO_COUNTER = {r".*\.num_batches_tracked": "the momentum of the running statistics is a constant"}
 LEFT_OUT = {
     r"(perception\.)?preprocessor\.featurizer\.(window|fb)": "the front end computes its window and filters, in fp32",
-    r".*\.num_batches_tracked": "the momentum of the running statistics is a constant",
+    **NO_COUNTER,
 }
 _KEYS: Keys = (
     ("mel_bins", "feat_in"), ("d_model", "d_model"), ("n_layers", "n_layers"), ("n_heads", "n_heads"),

@@ -12,10 +12,10 @@ from model.hub.families.qwen import QWEN3, QWEN3_MOE
 from model.hub.family import Family, HubError
 from model.hub.files import LLM_CONFIG
 from model.hub.keys import refuse_others, take
-from model.hub.rows import Row, renamed, row
+from model.hub.rows import Row, affine, renamed
 
 LANGUAGE_MODELS = {family.model_type: family for family in (QWEN3, QWEN3_MOE, LLAMA, NEMOTRON_H)}
-_SPEECH = (*renamed(ROWS, {"": "perception."}), *(row(f"projector.{part}", f"perception.proj.{part}") for part in ("weight", "bias")))
+_SPEECH = (*renamed(ROWS, {"": "perception."}), *affine("projector", "perception.proj"))
 
 
 def _variants(llm: tuple[Row, ...]) -> tuple[tuple[Row, ...], ...]:
