@@ -5,6 +5,7 @@
     python evaluate.py checkpoint=runs/digits                      # the run's own validation sets
 """
 
+import functools
 import json
 import sys
 import time
@@ -29,6 +30,7 @@ from parallel.validate import Environment, validate
 from training import checkpoint, config, launch, manual
 from training.evaluation import stops, transcribe
 from training.generation import Weights
+from training.rows import read_once
 from training.scoring import NORMALIZERS, Transcript, lines, scores
 from training.state import init_state
 from training.step import make_engine, state_dtype
@@ -99,9 +101,9 @@ def sets(cfg: Config, asked: EvaluateConfig) -> list[str]:
 def work(cfg: Config, asked: EvaluateConfig, mesh: Mesh) -> Iterable[tuple[str, Iterable[dict[str, Any]]]]:
     """Name and rows of each thing to transcribe."""
     if asked.audio is not None:
-        yield asked.audio, file_batches(cfg.data, asked.audio, mesh.dp_rank, mesh.dp)
+        yield asked.audio, read_once(functools.partial(file_batches, cfg.data, asked.audio, mesh.dp_rank, mesh.dp), mesh)
     for name in sets(cfg, asked):
-        yield name, decoding_batches(cfg.data, name, mesh.dp_rank, mesh.dp)
+        yield name, read_once(functools.partial(decoding_batches, cfg.data, name, mesh.dp_rank, mesh.dp), mesh)
 
 
 def report(found: list[Transcript], name: str, asked: EvaluateConfig, output: Path, seconds: float) -> dict[str, Any]:

@@ -82,11 +82,17 @@ def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
     return values
 
 
-def from_first_rank(value: Any) -> Any:
-    """Rank 0's value, on every rank. Pickles."""
+def from_first_rank(value: Any, group: ProcessGroup | None = None) -> Any:
+    """The first rank's value, on every rank. Pickles."""
     values = [value]
-    dist.broadcast_object_list(values, src=0)
+    dist.broadcast_object_list(values, group=group, group_src=0)
     return values[0]
+
+
+def broadcast(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The first rank's tensor, written into that of every rank."""
+    dist.broadcast(x, group=group, group_src=0)
+    return x
 
 
 def wait_for_all() -> None:

@@ -39,6 +39,11 @@ class Sizes:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def alike(self) -> int:
+        """Number of ranks that share a row."""
+        return self.world // self.dp
+
+    @property
     def dense(self) -> tuple[int, int]:
         """(replicate, shard) of a parameter that no model axis splits."""
         return (self.dp_replicate, self.world // self.dp_replicate) if self.sharded else (self.world, 1)
@@ -73,6 +78,8 @@ class Mesh:
     device: torch.device
     sizes: Sizes
     tokens: DeviceMesh  # ("dp", "cp", "tp"): dp ranks have different rows, cp and tp ranks parts of the same row
+    rows: DeviceMesh  # ("dp", "row"): the same ranks, those of cp and tp as one
+    row_hosts: dist.ProcessGroup | None  # the ranks of `row_group`, for what stays on the host
     dense: DeviceMesh  # ("replicate", "shard")
     tensor: DeviceMesh | None  # ("replicate", "shard", "tp"); None without tensor parallelism
     experts: DeviceMesh | None  # ("replicate", "shard", "ep"); None without expert parallelism
@@ -96,6 +103,13 @@ class Mesh:
     def dp_group(self) -> dist.ProcessGroup:
         """Ranks that read different data; between them they read each row once."""
         return self.tokens.get_group("dp")
+
+    @property
+    def row_group(self) -> dist.ProcessGroup | None:
+        """Ranks that share a row, in the order of (cp, tp); None where each has its own."""
+        if self.sizes.cp > 1 and self.sizes.tp > 1:
+            return self.rows.get_group("row")
+        return self.cp_group or self.tp_group
 
     @property
     def cp_group(self) -> dist.ProcessGroup | None:
@@ -136,9 +150,16 @@ def make_mesh(cfg: ParallelConfig, device: torch.device) -> Mesh:
     def view(shape: tuple[int, ...], *names: str) -> DeviceMesh:
         return init_device_mesh(device.type, shape, mesh_dim_names=names)
 
+    rows = view((n.dp, n.alike), "dp", "row")
     return Mesh(
-        rank=dist.get_rank(), device=device, sizes=n,
+        rank=dist.get_rank(), device=device, sizes=n, rows=rows, row_hosts=_host_group(rows) if n.alike > 1 else None,
         tokens=view((n.dp, n.cp, n.tp), "dp", "cp", "tp"),
         dense=view(n.dense, "replicate", "shard"),
         tensor=view(n.tensor, "replicate", "shard", "tp") if n.tp > 1 else None,
         experts=view(n.experts, "replicate", "shard", "ep") if n.ep > 1 else None)
+
+
+def _host_group(rows: DeviceMesh) -> dist.ProcessGroup | None:
+    """The ranks of this one's row, as a group that does not wait for the devices."""
+    group, _ = dist.new_subgroups_by_enumeration(rows.mesh.tolist(), backend="gloo")
+    return group

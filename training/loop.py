@@ -1,5 +1,6 @@
 """The training run: data -> step -> log -> validate -> checkpoint, until the last step or a signal."""
 
+import functools
 import math
 import signal
 import sys
@@ -27,6 +28,7 @@ from parallel.mesh import Mesh
 from training import checkpoint, evaluation, optimizer
 from training.config import to_dict
 from training.generation import Weights
+from training.rows import read_once
 from training.scoring import word_error_rate
 from training.state import State, init_state
 from training.step import make_engine, make_step, row_loss, state_dtype, to_device
@@ -84,7 +86,8 @@ class Run:
         self.telemetry = open_telemetry(self.state.step)
         for note in told + notes:
             self.telemetry.note(note)
-        self.loader = make_loader(cfg.data, cfg.seed, mesh.dp_rank, mesh.dp, self.position, cfg.train.accumulate)
+        self.loader = read_once(
+            lambda: make_loader(cfg.data, cfg.seed, mesh.dp_rank, mesh.dp, self.position, cfg.train.accumulate), mesh)
         self.engine = make_engine(cfg, mesh)
         self.step = make_step(cfg, mesh, self.engine)
         self.interruption, self.outcome = Interruption(), Outcome()
@@ -142,9 +145,8 @@ class Run:
         self.state, metrics = self.step(self.state, [to_device(batch, self.mesh) for batch in batches])
         self.position = batches[-1]["state"]
         self.skipped = batches[-1]["counters"]
-        for batch in batches:
-            slots = len(batch["tokens_T"])
-            self.meter.add(round(batch["fill"] * slots), slots, batch["audio_sec"])
+        rows = [(round(batch["fill"] * len(batch["tokens_T"])), len(batch["tokens_T"]), batch["audio_sec"]) for batch in batches]
+        self.meter.add(*(sum(figures) / self.mesh.sizes.alike for figures in zip(*rows, strict=True)))  # other ranks count them too
         self.telemetry.tick(self.state.step)
         return metrics
 
@@ -163,7 +165,7 @@ class Run:
         """Loss on every validation set; a checkpoint when their mean is the best so far."""
         losses = []
         for name in validation_names(self.cfg.data):
-            batches = validation_batches(self.cfg.data, name, self.mesh.dp_rank, self.mesh.dp)
+            batches = read_once(functools.partial(validation_batches, self.cfg.data, name, self.mesh.dp_rank, self.mesh.dp), self.mesh)
             figures = evaluation.validation_loss(self.cfg, self.mesh, self.engine, self.state, batches)
             self.telemetry.log_validation(self.state.step, name, figures)
             losses.append(figures["loss"])
@@ -179,7 +181,7 @@ class Run:
         if self.cfg.model.encoder is None:
             return  # a text has no reference to be heard against
         for name in validation_names(self.cfg.data):
-            batches = list(decoding_batches(self.cfg.data, name, self.mesh.dp_rank, self.mesh.dp))
+            batches = list(read_once(functools.partial(decoding_batches, self.cfg.data, name, self.mesh.dp_rank, self.mesh.dp), self.mesh))
             found = evaluation.transcribe(weights, batches, self.tokenizer)
             figures = word_error_rate(found)
             examples = [(t.reference, t.hypothesis) for t in found[:EXAMPLES]]

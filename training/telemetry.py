@@ -61,8 +61,8 @@ class Meter:
 
     def _restart(self) -> None:
         self._started = self._clock()
-        self._wait_sec = self._audio_sec = 0.0
-        self._tokens = self._slots = self._steps = 0
+        self._wait_sec = self._audio_sec = self._tokens = self._slots = 0.0
+        self._steps = 0
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -78,8 +78,8 @@ class Meter:
         yield
         self._started += self._clock() - started
 
-    def add(self, tokens: int, slots: int, audio_sec: float) -> None:
-        """Counts one step of this rank: `tokens` of its `slots` are used, the others are padding."""
+    def add(self, tokens: float, slots: float, audio_sec: float) -> None:
+        """Counts one step of this rank, its share of rows that several ranks have: `tokens` of the `slots` are used."""
         self._tokens += tokens
         self._slots += slots
         self._audio_sec += audio_sec

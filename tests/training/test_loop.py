@@ -26,7 +26,8 @@ def test_a_state_that_went_wrong_is_not_saved(loss: float, norm: float) -> None:
 def test_the_position_is_that_of_the_last_micro_batch() -> None:
     run = Run.__new__(Run)
     run.cfg, _ = config.load(["+experiment=digits", "train.accumulate=2"])
-    run.mesh, run.meter, run.state = SimpleNamespace(device=torch.device("cpu")), Meter(), State(0, {}, {}, {}, {})  # type: ignore[assignment]
+    run.mesh = SimpleNamespace(device=torch.device("cpu"), sizes=SimpleNamespace(alike=4))  # type: ignore[assignment]
+    run.meter, run.state = Meter(iter(range(100)).__next__), State(0, {}, {}, {}, {})
     run.telemetry = SimpleNamespace(tick=lambda step: None)  # type: ignore[assignment]
     run.loader = iter([{"state": {"batch": i}, "counters": {"bad_audio": i}, "tokens_T": torch.full((4,), i), "fill": 0.5, "audio_sec": 1.0}
                        for i in range(1, 5)])
@@ -42,12 +43,15 @@ def test_the_position_is_that_of_the_last_micro_batch() -> None:
         assert run.position == {"batch": last}
         assert run.skipped == {"bad_audio": last}
     assert seen == [[1, 2], [3, 4]]
+    figures = run.meter.flush(lambda sums: 4 * sums)  # of four ranks that share their rows
+    assert figures["tokens_per_sec"] * figures["step_sec"] * 2 == 4 * 2
+    assert figures["audio_sec_per_sec"] * figures["step_sec"] * 2 == 4 * 1.0
 
 
 def test_the_best_checkpoint_has_the_lowest_validation_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run.__new__(Run)
     run.cfg, _ = config.load(["+experiment=digits"])
-    run.mesh, run.engine, run.run_dir, run.best = SimpleNamespace(rank=0, dp_rank=0, dp=1), None, tmp_path, None  # type: ignore[assignment]
+    run.mesh, run.engine, run.run_dir, run.best = SimpleNamespace(rank=0, dp_rank=0, dp=1, row_group=None), None, tmp_path, None  # type: ignore[assignment]
     run.telemetry = SimpleNamespace(log_validation=lambda *args: None)  # type: ignore[assignment]
     marked: list[tuple[str, float]] = []
     monkeypatch.setattr(loop, "validation_names", lambda data: ["one", "two"])
