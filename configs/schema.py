@@ -170,6 +170,7 @@ class ParallelConfig:
 
     zero_stage: int | str = 3  # 0 all is replicated | 1 moments sharded | 2 gradients too | 3 weights too; or a name of parallel/names.py
     dp_replicate: int = 1  # groups of processes that each keep a whole sharded copy of the state (HSDP)
+    pp: int = 1  # stages of the pipeline, each with some of the layers
     cp: int = 1  # processes over which the slots of a row are split
     tp: int = 1  # processes over which heads and hidden columns are split
     ep: int = 1  # processes over which the experts are split

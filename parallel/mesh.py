@@ -1,7 +1,8 @@
 """The one truth about ranks, sizes and groups.
 
-Ranks are numbered row by row through (dp_replicate, dp_shard, cp, tp), and the same ranks through (ep_replicate, ep_shard, ep). A parameter
-sees them as (replicate, shard), one that a model axis splits as (replicate, shard, that axis):
+Ranks are numbered row by row through (pp, dp_replicate, dp_shard, cp, tp), and the same ranks through (pp, ep_replicate, ep_shard, ep). pp
+is outermost: each stage of the pipeline has ranks, meshes and parameters of its own. A parameter sees the ranks of its stage as
+(replicate, shard), one that a model axis splits as (replicate, shard, that axis):
 
     dense    (dp_replicate, dp_shard cp tp)       a parameter that no axis splits has no copy within a replica, also not over cp and tp
     tensor   (dp_replicate, dp_shard cp, tp)
@@ -24,6 +25,7 @@ class Sizes:
     """Length of every axis, all derived from the configuration and the number of processes."""
 
     world: int
+    pp: int
     dp_replicate: int
     dp_shard: int
     cp: int
@@ -34,8 +36,13 @@ class Sizes:
     sharded: bool  # False: every rank keeps the whole state (zero stage 0), and dp_shard and ep_shard are 1
 
     @property
+    def stage(self) -> int:
+        """Number of processes of a stage of the pipeline."""
+        return self.world // self.pp
+
+    @property
     def dp(self) -> int:
-        """Number of ranks, or groups of cp tp ranks, that read different data."""
+        """Number of ranks, or groups of pp cp tp ranks, that read different data."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -46,7 +53,7 @@ class Sizes:
     @property
     def dense(self) -> tuple[int, int]:
         """(replicate, shard) of a parameter that no model axis splits."""
-        return (self.dp_replicate, self.world // self.dp_replicate) if self.sharded else (self.world, 1)
+        return (self.dp_replicate, self.stage // self.dp_replicate) if self.sharded else (self.stage, 1)
 
     @property
     def tensor(self) -> tuple[int, int, int]:
@@ -64,21 +71,23 @@ def sizes(cfg: ParallelConfig, world: int) -> Sizes:
 
     Experts keep as many replicas as the dense parameters where ep fits into one of them, fewer where it reaches over several.
     """
-    dp, sharded = world // (cfg.cp * cfg.tp), zero_stage(cfg.zero_stage) > 0
+    stage, sharded = world // cfg.pp, zero_stage(cfg.zero_stage) > 0
+    dp = stage // (cfg.cp * cfg.tp)
     dp_replicate = cfg.dp_replicate if sharded else dp
-    ep_replicate = math.gcd(dp_replicate, world // cfg.ep) if sharded else world // cfg.ep
-    return Sizes(world, dp_replicate, dp // dp_replicate, cfg.cp, cfg.tp, ep_replicate, world // (cfg.ep * ep_replicate), cfg.ep, sharded)
+    ep_replicate = math.gcd(dp_replicate, stage // cfg.ep) if sharded else stage // cfg.ep
+    return Sizes(world, cfg.pp, dp_replicate, dp // dp_replicate, cfg.cp, cfg.tp,
+                 ep_replicate, stage // (cfg.ep * ep_replicate), cfg.ep, sharded)
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process's place, and the device meshes."""
+    """This process's place, and the device meshes, all but `tokens` those of its stage of the pipeline."""
 
     rank: int
     device: torch.device
     sizes: Sizes
-    tokens: DeviceMesh  # ("dp", "cp", "tp"): dp ranks have different rows, cp and tp ranks parts of the same row
-    rows: DeviceMesh  # ("dp", "row"): the same ranks, those of cp and tp as one
+    tokens: DeviceMesh  # ("pp", "dp", "cp", "tp"): dp ranks have different rows, cp and tp ranks parts of the same row, pp ranks its layers
+    rows: DeviceMesh  # ("dp", "row"): the same ranks, those of pp, cp and tp as one
     row_hosts: dist.ProcessGroup | None  # the ranks of `row_group`, for what stays on the host
     dense: DeviceMesh  # ("replicate", "shard")
     tensor: DeviceMesh | None  # ("replicate", "shard", "tp"); None without tensor parallelism
@@ -91,8 +100,18 @@ class Mesh:
 
     @property
     def dp(self) -> int:
-        """Number of ranks, or groups of cp tp ranks, that read different data."""
+        """Number of ranks, or groups of pp cp tp ranks, that read different data."""
         return self.sizes.dp
+
+    @property
+    def pp_rank(self) -> int:
+        """Which place in the pipeline this rank has."""
+        return self.tokens.get_local_rank("pp")
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup:
+        """Ranks through which a row travels; all of them have it, each some of the layers."""
+        return self.tokens.get_group("pp")
 
     @property
     def dp_rank(self) -> int:
@@ -101,15 +120,13 @@ class Mesh:
 
     @property
     def dp_group(self) -> dist.ProcessGroup:
-        """Ranks that read different data; between them they read each row once."""
+        """Ranks of a stage that read different data; between them they read each row once."""
         return self.tokens.get_group("dp")
 
     @property
     def row_group(self) -> dist.ProcessGroup | None:
-        """Ranks that share a row, in the order of (cp, tp); None where each has its own."""
-        if self.sizes.cp > 1 and self.sizes.tp > 1:
-            return self.rows.get_group("row")
-        return self.cp_group or self.tp_group
+        """Ranks that share a row, in the order of (pp, cp, tp); None where each has its own."""
+        return self.rows.get_group("row") if self.sizes.alike > 1 else None
 
     @property
     def cp_group(self) -> dist.ProcessGroup | None:
@@ -148,12 +165,15 @@ def make_mesh(cfg: ParallelConfig, device: torch.device) -> Mesh:
     n = sizes(cfg, dist.get_world_size())
 
     def view(shape: tuple[int, ...], *names: str) -> DeviceMesh:
-        return init_device_mesh(device.type, shape, mesh_dim_names=names)
+        if n.pp == 1:
+            return init_device_mesh(device.type, shape, mesh_dim_names=names)
+        return init_device_mesh(device.type, (n.pp, *shape), mesh_dim_names=("pp", *names))[names]
 
-    rows = view((n.dp, n.alike), "dp", "row")
+    by_stage = torch.arange(n.world).view(n.pp, n.dp, -1)
+    rows = DeviceMesh(device.type, by_stage.movedim(0, 1).reshape(n.dp, -1), mesh_dim_names=("dp", "row"))
     return Mesh(
         rank=dist.get_rank(), device=device, sizes=n, rows=rows, row_hosts=_host_group(rows) if n.alike > 1 else None,
-        tokens=view((n.dp, n.cp, n.tp), "dp", "cp", "tp"),
+        tokens=init_device_mesh(device.type, (n.pp, n.dp, n.cp, n.tp), mesh_dim_names=("pp", "dp", "cp", "tp")),
         dense=view(n.dense, "replicate", "shard"),
         tensor=view(n.tensor, "replicate", "shard", "tp") if n.tp > 1 else None,
         experts=view(n.experts, "replicate", "shard", "ep") if n.ep > 1 else None)

@@ -38,7 +38,7 @@ CHOICES = {
     "model.decoder.rope_scaling.kind": ("none", "linear", "llama3", "yarn"),
 }
 AT_LEAST_ONE = (
-    "parallel.dp_replicate", "parallel.cp", "parallel.tp", "parallel.ep",
+    "parallel.dp_replicate", "parallel.pp", "parallel.cp", "parallel.tp", "parallel.ep",
     "train.steps", "train.accumulate", "train.log_every", "train.keep_checkpoints", "generation.max_new_tokens",
     "data.timeout_sec",
     "model.encoder.mel_bins", "model.encoder.d_model", "model.encoder.n_heads", "model.encoder.ff_expansion", "model.encoder.conv_kernel",
@@ -89,19 +89,26 @@ def ranges(cfg: Config, environment: Environment) -> Iterator[str]:
 def processes(cfg: Config, environment: Environment) -> Iterator[str]:
     """Every axis must divide what it divides; the sentence says with how many processes it would."""
     p, world = cfg.parallel, environment.world
-    if min(p.cp, p.tp, p.ep, p.dp_replicate) < 1:
+    if min(p.pp, p.cp, p.tp, p.ep, p.dp_replicate) < 1:
         return
-    for keys, needed in (({"cp": p.cp, "tp": p.tp}, p.cp * p.tp), ({"ep": p.ep}, p.ep)):
+    groups = [{"pp": p.pp, "cp": p.cp, "tp": p.tp}] + ([{"pp": p.pp, "ep": p.ep}] if p.ep > 1 else [])
+    for keys in groups:
+        needed = math.prod(keys.values())
         if world % needed:
             verb, named = "is" if world == 1 else "are", " and ".join(f"parallel.{key}={size}" for key, size in keys.items() if size > 1)
             yield (f"{named} needs a number of processes that is a multiple of {needed}, and there {verb} {world}; "
                    f"type torchrun --nproc_per_node={math.ceil(world / needed) * needed} {environment.command}")
-    dp = world // (p.cp * p.tp)
-    if not world % (p.cp * p.tp) and dp % p.dp_replicate:
+    dp = world // (p.pp * p.cp * p.tp)
+    if not world % (p.pp * p.cp * p.tp) and dp % p.dp_replicate:
         yield f"parallel.dp_replicate={p.dp_replicate} does not divide the {dp} data-parallel ranks; choose a divisor of {dp}"
     if p.ep > 1 and cfg.model.decoder.n_experts % p.ep:
         experts = cfg.model.decoder.n_experts
         yield f"parallel.ep={p.ep} does not divide model.decoder.n_experts={experts}; choose a divisor of {experts}"
+
+
+def pipeline(cfg: Config, environment: Environment) -> Iterator[str]:
+    if cfg.parallel.pp > 1:
+        yield f"parallel.pp={cfg.parallel.pp}: layers cannot be split over stages yet; leave it at 1"
 
 
 def sharding(cfg: Config, environment: Environment) -> Iterator[str]:
@@ -269,7 +276,7 @@ def patterns(cfg: Config, environment: Environment) -> Iterator[str]:
                 yield f"{key} holds {pattern!r}, which is no regular expression ({error}); write it as Python does"
 
 
-RULES: tuple[Rule, ...] = (choices, ranges, processes, sharding, layers, encoder, decoder, rows, patterns, sampling)
+RULES: tuple[Rule, ...] = (choices, ranges, processes, pipeline, sharding, layers, encoder, decoder, rows, patterns, sampling)
 SPEC_RULES: tuple[Rule, ...] = (frozen, adapters)  # about parameters, which can be listed once the sizes are right
 
 

@@ -167,7 +167,7 @@ def summary(cfg: Config, mesh: Mesh) -> RunSummary:
     rows_a_step = mesh.dp * cfg.train.accumulate
     return RunSummary(
         run_dir=Path(cfg.run_dir), device=mesh.device.type, precision=cfg.precision,
-        mesh={axis: getattr(mesh.sizes, axis) for axis in ("dp_replicate", "dp_shard", "cp", "tp")}, layout=layout(mesh),
+        mesh={axis: getattr(mesh.sizes, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}, layout=layout(mesh),
         parameters_total=total, parameters_trainable=sum(math.prod(p.shape) for p in leaves if p.trained),
         parameters_active=total - routed + routed * decoder.top_k // decoder.n_experts,
         tokens_per_step=row.tokens * rows_a_step, audio_sec_per_step=row.audio_frames * FRAME_SEC * rows_a_step,

@@ -20,6 +20,9 @@ from parallel.names import ZERO_STAGES, zero_stage
     ({"dp_replicate": 4, "ep": 4}, 8, 8, (4, 2), (4, 2, 1), (2, 1, 4)),
     ({"cp": 2, "tp": 2}, 8, 2, (1, 8), (1, 4, 2), (1, 8, 1)),
     ({"cp": 2, "tp": 2, "dp_replicate": 2, "ep": 4}, 16, 4, (2, 8), (2, 4, 2), (2, 2, 4)),
+    ({"pp": 2}, 8, 4, (1, 4), (1, 4, 1), (1, 4, 1)),
+    ({"pp": 2, "dp_replicate": 2, "tp": 2, "ep": 4}, 16, 4, (2, 4), (2, 2, 2), (2, 1, 4)),
+    ({"pp": 2, "zero_stage": 0, "cp": 2, "ep": 2}, 8, 2, (4, 1), (4, 1, 1), (2, 1, 2)),
     ({"zero_stage": 0}, 4, 4, (4, 1), (4, 1, 1), (4, 1, 1)),
     ({"zero_stage": "ddp", "ep": 2, "tp": 2}, 8, 4, (8, 1), (4, 1, 2), (4, 1, 2)),
     ({"zero_stage": 1, "cp": 4}, 8, 2, (1, 8), (1, 8, 1), (1, 8, 1)),
@@ -33,7 +36,7 @@ def test_sizes(keys: dict[str, Any], world: int, dp: int, dense: tuple[int, int]
 def test_one_process_has_no_groups() -> None:
     start_processes(torch.device("cpu"))
     mesh = make_mesh(ParallelConfig(), torch.device("cpu"))
-    assert (mesh.world, mesh.dp, mesh.dp_rank) == (1, 1, 0)
+    assert (mesh.world, mesh.dp, mesh.dp_rank, mesh.pp_rank) == (1, 1, 0, 0)
     assert mesh.cp_group is mesh.tp_group is mesh.ep_group is None
 
 

@@ -54,6 +54,7 @@ def test_sizes_below_their_least(key: str, least: int) -> None:
     ({"parallel.ep": 4}, 6, r"^parallel.ep=4 needs .* there are 6; type torchrun --nproc_per_node=8 train.py \+experiment=x$"),
     ({"parallel.ep": 3}, 3, r"^parallel.ep=3 does not divide model.decoder.n_experts=128"),
     ({"parallel.dp_replicate": 3}, 4, r"^parallel.dp_replicate=3 does not divide the 4 data-parallel ranks; choose a divisor of 4$"),
+    ({"parallel.pp": 2}, 2, r"^parallel.pp=2: layers cannot be split over stages yet"),
     ({"parallel.cp": 2}, 3, r"^parallel.cp=2 needs a number of processes that is a multiple of 2, .*nproc_per_node=4 train"),
     ({"parallel.cp": 2, "parallel.tp": 2, "data.rows": [RowSize(104, 90, 4, 40, 20)]}, 2,
      r"^parallel.cp=2 and parallel.tp=2 needs a number .* multiple of 4, and there are 2"),
