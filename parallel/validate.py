@@ -1,14 +1,17 @@
 """Every rule that a configuration must satisfy, checked before any process group or GPU is taken.
 
-A rule is a function of (config, environment) that yields a sentence for each violation: key, value, what would work.
+A rule is a function of (config, environment) that yields a sentence for each violation: key, value, what would work. Above it stand
+examples, one for each of its sentences; `python -m parallel.validate --rules` prints them all.
 """
 
+import copy
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from configs.schema import Config
+from configs.schema import Config, RowSize
 from model import freezing, lora, params, speech_lm
 from parallel.names import zero_stage
 
@@ -21,7 +24,33 @@ class Environment:
     command: str = "train.py"  # as typed, without the launcher
 
 
-Rule = Callable[[Config, Environment], Iterator[str]]
+Check = Callable[[Config, Environment], Iterator[str]]
+Example = Mapping[str, object]  # what is changed in SOUND, and "world"
+SOUND = Config(run_dir="runs/x")  # breaks no rule on one process
+SOUND.data.rows = [RowSize(tokens=100, audio_frames=90, utterances=4, utterance_frames=40, label_tokens=20)]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is checked, and what breaks it: an example for each kind of sentence."""
+
+    check: Check
+    examples: tuple[Example, ...]
+    listed: bool  # it is about parameters, which can be listed once the sizes are right
+
+
+RULES: list[Rule] = []
+
+
+def rule(*examples: Example, listed: bool = False) -> Callable[[Check], Check]:
+    """Registers a rule."""
+    def register(check: Check) -> Check:
+        RULES.append(Rule(check, examples, listed))
+        return check
+
+    return register
+
+
 CHOICES = {
     "precision": ("bf16", "fp32", "fp64"),
     "compile.scope": ("layer", "step"),
@@ -72,12 +101,17 @@ def present(cfg: Config, keys: Iterable[str]) -> list[str]:
     return [key for key in keys if cfg.model.encoder is not None or not key.startswith("model.encoder.")]
 
 
+@rule({"precision": "fp16"},
+      {"compile.scope": "graph"})
 def choices(cfg: Config, environment: Environment) -> Iterator[str]:
     for key in present(cfg, CHOICES):
-        if value(cfg, key) not in CHOICES[key]:
+        if key == "precision" and str(cfg.precision).startswith(("fp16", "16")):
+            yield f"precision={cfg.precision} needs a loss scaler, which is not here; choose bf16, which needs none and is as fast"
+        elif value(cfg, key) not in CHOICES[key]:
             yield f"{key}={value(cfg, key)} is unknown; choose one of {', '.join(CHOICES[key])}"
 
 
+@rule({"train.accumulate": 0})
 def ranges(cfg: Config, environment: Environment) -> Iterator[str]:
     for keys, least in ((AT_LEAST_ONE, 1), (NOT_NEGATIVE, 0)):
         for key in present(cfg, keys):
@@ -86,6 +120,9 @@ def ranges(cfg: Config, environment: Environment) -> Iterator[str]:
                 yield f"{key}={number} is too small; it must be at least {least}"
 
 
+@rule({"parallel.ep": 8},
+      {"parallel.dp_replicate": 3, "world": 4},
+      {"parallel.ep": 3, "world": 3})
 def processes(cfg: Config, environment: Environment) -> Iterator[str]:
     """Every axis must divide what it divides; the sentence says with how many processes it would."""
     p, world = cfg.parallel, environment.world
@@ -106,11 +143,17 @@ def processes(cfg: Config, environment: Environment) -> Iterator[str]:
         yield f"parallel.ep={p.ep} does not divide model.decoder.n_experts={experts}; choose a divisor of {experts}"
 
 
+@rule({"parallel.pp": 2, "world": 2})
 def pipeline(cfg: Config, environment: Environment) -> Iterator[str]:
     if cfg.parallel.pp > 1:
         yield f"parallel.pp={cfg.parallel.pp}: layers cannot be split over stages yet; leave it at 1"
 
 
+@rule({"parallel.zero_stage": "fsdp3"},
+      {"parallel.zero_stage": 0, "parallel.dp_replicate": 2, "world": 2},
+      {"parallel.defer_grad_sync": "always"},
+      {"parallel.zero_stage": 2, "compile.scope": "step"},
+      {"parallel.defer_grad_sync": True, "compile.scope": "step"})
 def sharding(cfg: Config, environment: Environment) -> Iterator[str]:
     p = cfg.parallel
     try:
@@ -131,6 +174,10 @@ def sharding(cfg: Config, environment: Environment) -> Iterator[str]:
                "compile.scope=layer, or defer_grad_sync=auto")
 
 
+@rule({"parallel.cp": 8, "world": 8},
+      {"parallel.tp": 5, "model.decoder.pattern": "*", "model.decoder.n_kv_heads": 1, "world": 5},
+      {"parallel.cp": 2, "model.decoder.mamba_groups": 3, "model.decoder.mamba_heads": 6, "world": 2},
+      {"parallel.tp": 2, "model.lora.rank": 8, "world": 2})
 def layers(cfg: Config, environment: Environment) -> Iterator[str]:
     """cp and tp split heads, columns and slots evenly; of groups that are fewer, several ranks use one."""
     d, cp, tp = cfg.model.decoder, cfg.parallel.cp, cfg.parallel.tp
@@ -157,6 +204,11 @@ def layers(cfg: Config, environment: Environment) -> Iterator[str]:
         yield f"parallel.tp={tp} cannot split the matrices of an adapter (model.lora.rank={cfg.model.lora.rank}); use parallel.tp=1"
 
 
+@rule({"model.encoder.n_heads": 3},
+      {"model.encoder.conv_kernel": 4},
+      {"model.encoder.d_model": 1023, "model.encoder.n_heads": 1},
+      {"model.encoder.kind": "whisper", "train.ctc_weight": 0.1},
+      {"model.encoder.kind": "whisper", "model.encoder.max_positions": 100})
 def encoder(cfg: Config, environment: Environment) -> Iterator[str]:
     e = cfg.model.encoder
     if e is None:
@@ -176,6 +228,15 @@ def encoder(cfg: Config, environment: Environment) -> Iterator[str]:
                f"set utterance_frames to {e.max_positions // 4} at most")
 
 
+@rule({"model.decoder.pattern": "MX"},
+      {"model.decoder.n_kv_heads": 3},
+      {"model.decoder.n_experts": 4},
+      {"model.decoder.topk_group": 2},
+      {"model.decoder.n_group": 128, "model.decoder.topk_group": 8},
+      {"model.decoder.pattern": "M-"},
+      {"model.decoder.head_dim": 63, "model.decoder.rope_theta": 1e4},
+      {"model.decoder.rope_fraction": 1.5},
+      {"model.decoder.bias_update_rate": 0.1, "model.decoder.router_bias": False})
 def decoder(cfg: Config, environment: Environment) -> Iterator[str]:
     d = cfg.model.decoder
     unknown = sorted(set(d.pattern) - set("M*WE-"))
@@ -205,6 +266,11 @@ def decoder(cfg: Config, environment: Environment) -> Iterator[str]:
                "leaves out; change one of the two")
 
 
+@rule({"data.rows": []},
+      {"data.kind": "text"},
+      {"data.rows": [RowSize(100, 90, 0, 40, 20)]},
+      {"data.rows": [RowSize(100, 90, 4, 90, 20)]},
+      {"data.rows": [RowSize(200, 90, 4, 40, 20), RowSize(100, 90, 4, 40, 20)]})
 def rows(cfg: Config, environment: Environment) -> Iterator[str]:
     if not cfg.data.rows:
         yield "data.rows is empty; give at least one row size {tokens, audio_frames, utterances, utterance_frames, label_tokens}"
@@ -225,6 +291,10 @@ def rows(cfg: Config, environment: Environment) -> Iterator[str]:
         yield f"data.rows has sizes {sizes}; list different sizes, smallest first"
 
 
+@rule({"model.freeze_params": ["llm"]},
+      {"model.freeze_params": [""], "model.encoder.freeze_batch_norm": True},
+      {"model.freeze_params": [r"encoder\.layers\.3\."]},
+      listed=True)
 def frozen(cfg: Config, environment: Environment) -> Iterator[str]:
     if not cfg.model.freeze_params and not cfg.model.prevent_freeze_params:
         return
@@ -241,6 +311,10 @@ def frozen(cfg: Config, environment: Environment) -> Iterator[str]:
         yield f"model.freeze_params freezes {norms[0]} but its running statistics would move; set model.encoder.freeze_batch_norm=true"
 
 
+@rule({"model.lora.rank": 4, "model.lora.targets": ["q_proj"]},
+      {"model.lora.rank": 4, "model.lora.dropout": 1.0},
+      {"model.lora.rank": 4, "model.lora.dora": True, "model.decoder.pattern": "E"},
+      listed=True)
 def adapters(cfg: Config, environment: Environment) -> Iterator[str]:
     low = cfg.model.lora
     if not low.rank:
@@ -259,11 +333,14 @@ def adapters(cfg: Config, environment: Environment) -> Iterator[str]:
                    f"name other targets, or leave out {key}")
 
 
+@rule({"generation.top_p": 0.0})
 def sampling(cfg: Config, environment: Environment) -> Iterator[str]:
     if not 0 < cfg.generation.top_p <= 1:
         yield f"generation.top_p={cfg.generation.top_p} is no share of a probability; choose one above 0 and at most 1"
 
 
+@rule({"model.lora.ranks": {"decoder": 0}},
+      {"model.lora.targets": ["("]})
 def patterns(cfg: Config, environment: Environment) -> Iterator[str]:
     for pattern, rank in cfg.model.lora.ranks.items():
         if rank < 1:
@@ -276,11 +353,31 @@ def patterns(cfg: Config, environment: Environment) -> Iterator[str]:
                 yield f"{key} holds {pattern!r}, which is no regular expression ({error}); write it as Python does"
 
 
-RULES: tuple[Rule, ...] = (choices, ranges, processes, pipeline, sharding, layers, encoder, decoder, rows, patterns, sampling)
-SPEC_RULES: tuple[Rule, ...] = (frozen, adapters)  # about parameters, which can be listed once the sizes are right
-
-
 def validate(cfg: Config, environment: Environment) -> list[str]:
     """Every violation, in one sentence each; empty when the configuration can run in this environment."""
-    problems = [sentence for rule in RULES for sentence in rule(cfg, environment)]
-    return problems or [sentence for rule in SPEC_RULES for sentence in rule(cfg, environment)]
+    problems = [sentence for r in RULES if not r.listed for sentence in r.check(cfg, environment)]
+    return problems or [sentence for r in RULES if r.listed for sentence in r.check(cfg, environment)]
+
+
+def broken(example: Example) -> list[str]:
+    """What is said about an example."""
+    cfg = copy.deepcopy(SOUND)
+    for key, new in example.items():
+        if key != "world":
+            parent, _, name = key.rpartition(".")
+            setattr(value(cfg, parent) if parent else cfg, name, new)
+    return validate(cfg, Environment(int(str(example.get("world", 1))), "train.py +experiment=NAME"))
+
+
+def main(arguments: list[str]) -> int:
+    """Prints every rule: its name, and what it says about each of its examples."""
+    if arguments != ["--rules"]:
+        print("usage: python -m parallel.validate --rules", file=sys.stderr)
+        return 2
+    for r in RULES:
+        print(r.check.__name__, *(f"  {sentence}" for example in r.examples for sentence in broken(example)), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -6,7 +6,6 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import varlen
 
 
 def attention_varlen(q_TNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, cu_seqlens_U1: Tensor, segments_T: Tensor, keys_2U: Tensor | None,
@@ -16,6 +15,7 @@ def attention_varlen(q_TNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, cu_seqlens_U1:
     Here those rows are one more document, so that everything it returns has been computed, and are cleared afterwards.
     """
     _refuse_ranges("varlen", keys_2U)
+    varlen = importlib.import_module("torch.nn.attention.varlen")  # brings the compiler along: seconds
     rows, bounds, sides = len(q_TNH), _with_padding(cu_seqlens_U1, len(q_TNH)), _sides(causal, window)
     out_TNH, lse_NT = varlen.varlen_attn(q_TNH, k_SGH, v_SGH, bounds, bounds, rows, rows, return_aux=varlen.AuxRequest(lse=True),
                                          scale=scale, window_size=sides, enable_gqa=True)

@@ -356,7 +356,7 @@ class DotProductAttention:
 @pytest.mark.parametrize("padding", [0, 5])
 def test_arguments_of_other_libraries(monkeypatch, padding, options, implementation):
     """Functions that do what the libraries' documentation says take their places."""
-    monkeypatch.setattr(adapters.varlen, "varlen_attn", varlen_attn)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", SimpleNamespace(DotProductAttention=DotProductAttention))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

@@ -1,17 +1,22 @@
 """One violation a rule: the sentence names the key and its value, and nothing else is reported."""
 
+import ast
+import copy
 import re
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
-from configs.schema import Config, ModelConfig, RowSize
-from parallel.validate import AT_LEAST_ONE, CHOICES, NOT_NEGATIVE, Environment, validate, value
+from configs.schema import Config, RowSize
+from parallel import validate as module
+from parallel.validate import AT_LEAST_ONE, CHOICES, NOT_NEGATIVE, RULES, SOUND, Environment, broken, main, validate, value
 
 
 def sound() -> Config:
-    cfg = Config(model=ModelConfig(), run_dir="runs/x")
-    cfg.data.rows = [RowSize(tokens=100, audio_frames=90, utterances=4, utterance_frames=40, label_tokens=20)]
-    return cfg
+    return copy.deepcopy(SOUND)
 
 
 def check(cfg: Config, world: int) -> list[str]:
@@ -103,6 +108,8 @@ def test_sizes_below_their_least(key: str, least: int) -> None:
     ({"model.lora.rank": 4, "model.lora.dropout": 1.0}, 1, r"^model.lora.dropout=1.0 drops everything"),
     ({"model.lora.rank": 4, "model.lora.dora": True, "model.decoder.pattern": "E"}, 1,
      r"^model.lora.dora=True cannot be had for routed experts, and model.lora.targets matches decoder.layers.0.experts.up"),
+    ({"precision": "fp16"}, 1, r"^precision=fp16 needs a loss scaler, which is not here; choose bf16"),
+    ({"precision": "16-mixed"}, 1, r"^precision=16-mixed needs a loss scaler"),
     ({"model.decoder.pattern": ""}, 1, r"^model.decoder.pattern=''"),
     ({"model.decoder.n_kv_heads": 3}, 1, r"^model.decoder.n_kv_heads=3 does not divide model.decoder.n_heads=32"),
     ({"model.decoder.mamba_groups": 7}, 1, r"^model.decoder.mamba_groups=7 does not divide"),
@@ -139,3 +146,32 @@ def test_all_violations_at_once() -> None:
     assert cfg.model.encoder is not None
     cfg.precision, cfg.parallel.ep, cfg.model.encoder.conv_kernel = "int3", 8, 4
     assert len(check(cfg, 3)) == 3
+
+
+def test_every_sentence_has_an_example() -> None:
+    path = Path(str(module.__file__))
+    sentences = {node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Yield)}
+    reached: set[int] = set()
+
+    def follow(frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename != str(path):
+            return None
+        if event == "line":
+            reached.add(frame.f_lineno)
+        return follow
+
+    sys.settrace(follow)
+    try:
+        said = [broken(example) for rule in RULES for example in rule.examples]
+    finally:
+        sys.settrace(None)
+    assert [len(each) for each in said] == [1] * len(said)
+    assert sorted(sentences - reached) == []
+
+
+def test_rules_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--rules"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if not line.startswith("  ")] == [rule.check.__name__ for rule in RULES]
+    assert "  parallel.dp_replicate=3 does not divide the 4 data-parallel ranks; choose a divisor of 4" in lines
+    assert main([]) == 2
