@@ -47,25 +47,28 @@ IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = 
     "reference": linear_reference, "torch": F.linear, "measured": _linear_measured}
 
 
-def _mkl(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    return torch.mm(a, b, out=out)
+def _mkl(a: Tensor, b: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
+    return torch.mm(a, b, out=out) if out is None or not add else out.addmm_(a, b)
 
 
-def _onednn(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+def _onednn(a: Tensor, b: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
     y = torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
-    return y if out is None else out.copy_(y)
+    return y if out is None else out.add_(y) if add else out.copy_(y)
 
 
-LIBRARIES: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {"mkl": _mkl, "onednn": _onednn}
+LIBRARIES: dict[str, Callable[..., Tensor]] = {"mkl": _mkl, "onednn": _onednn}
 # The three products of a dense layer as operands of a b: its output, the gradient of its input, the gradient of its weight.
 OPERANDS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "nt": lambda x, w: (x, w.t()), "nn": lambda dy, w: (dy, w), "tn": lambda dy, x: (dy.t(), x)}
 
 
-def product(kind: str, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """One of the products of OPERANDS, eagerly; 16-bit and fp64 ones, and those on other devices, go where PyTorch sends them."""
+def product(kind: str, a: Tensor, b: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
+    """One of the products of OPERANDS, eagerly, written to `out` or, with `add`, added to what is there.
+
+    16-bit and fp64 products, and those on other devices, go where PyTorch sends them.
+    """
     fast = a.device.type == "cpu" and a.dtype == torch.float32 and a.numel() > 0 and b.numel() > 0
-    return LIBRARIES[library(kind) if fast else "mkl"](*OPERANDS[kind](a, b), out)
+    return LIBRARIES[library(kind) if fast else "mkl"](*OPERANDS[kind](a, b), out, add)
 
 
 _chosen: dict[str, str] = {}

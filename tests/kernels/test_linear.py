@@ -63,6 +63,8 @@ def test_strided_operands(monkeypatch, library):
         out = torch.empty_like(expected, dtype=torch.float32)
         assert product(kind, a, b, out=out) is out
         assert error(out, expected) < 1e-6
+        assert product(kind, a, b, out=out, add=True) is out
+        assert error(out, 2 * expected) < 1e-6
 
 
 def test_operators_pass_opcheck(monkeypatch):

@@ -106,10 +106,10 @@ def test_rows_of_blocks(monkeypatch, ignore_index):
     """No product sees more rows than a block's, and on a CPU none sees the unlabelled ones, however many there are."""
     seen: list[int] = []
 
-    def counted(kind: str, a: Tensor, b: Tensor) -> Tensor:
+    def counted(kind: str, a: Tensor, b: Tensor, **options: Any) -> Tensor:
         if kind == "nt":
             seen.append(len(a))
-        return product(kind, a, b)
+        return product(kind, a, b, **options)
 
     monkeypatch.setattr(module, "product", counted)
     h, weight, _ = inputs()
@@ -188,9 +188,9 @@ def test_gradient_of_one_input_alone(monkeypatch, implementation):
     h, weight, labels = inputs()
     kinds: set[str] = set()
 
-    def recorded(kind: str, a: Tensor, b: Tensor) -> Tensor:
+    def recorded(kind: str, a: Tensor, b: Tensor, **options: Any) -> Tensor:
         kinds.add(kind)
-        return product(kind, a, b)
+        return product(kind, a, b, **options)
 
     monkeypatch.setattr(module, "product", recorded)
     both = results(h, weight, labels, torch.float64, implementation=implementation)
