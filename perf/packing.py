@@ -22,7 +22,7 @@ from perf.text_model import TextModel, pack, single_process
 from perf.timing import alternate
 from training.engine import Engine, Pass
 
-ENCODER = EncoderConfig(mel_bins=128, d_model=512, n_layers=4, n_heads=8, subsampling_channels=256)  # four layers of canary-180m-flash's width
+ENCODER = EncoderConfig(mel_bins=128, d_model=512, n_layers=4, n_heads=8, subsampling_channels=256)  # canary-180m-flash's, but 4 layers
 UTTERANCES, SECONDS = 16, (1.0, 20.0)
 TEXT_MULTIPLE = 128
 BAR = 1.1  # time ratio over token ratio, at most
