@@ -83,14 +83,16 @@ def mel_row(mels: list[Tensor], encoder: EncoderConfig, decoder: DecoderConfig, 
     return mel_AM, batch, Context(encoder, decoder, ends.int(), segments.int(), positions_T, *audio)
 
 
+def owner_inputs(mel: Tensor, ids: Tensor) -> dict[str, Tensor]:
+    """An utterance as the owner reads it: its text, and its audio as placeholders and features."""
+    placeholders = torch.full((COUNTING["glm_asr"].tokens(160 * len(mel)),), AUDIO_ID)
+    return {"input_ids": torch.cat([placeholders, ids])[None], "input_features": mel.t()[None],
+            "input_features_mask": torch.ones(1, len(mel), dtype=torch.int64)}
+
+
 def _prompts() -> list[tuple[Tensor, dict[str, Tensor]]]:
-    """Each utterance as the owner reads it: its text, and its audio as placeholders and features."""
-    found = []
-    for mel, (ids, _) in zip(features(), text.utterances(), strict=True):
-        placeholders = torch.full((COUNTING["glm_asr"].tokens(160 * len(mel)),), AUDIO_ID)
-        audio = dict(input_features=mel.t()[None], input_features_mask=torch.ones(1, len(mel), dtype=torch.int64))
-        found.append((ids, {"input_ids": torch.cat([placeholders, ids])[None], **audio}))
-    return found
+    """Each utterance's text, and all of it as the owner reads it."""
+    return [(ids, owner_inputs(mel, ids)) for mel, (ids, _) in zip(features(), text.utterances(), strict=True)]
 
 
 def theirs(model: Any) -> Result:
