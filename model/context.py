@@ -35,10 +35,6 @@ class Context:
     ep_dispatch: str = "allgather"  # how tokens reach the experts of other ranks, see parallel/expert.py
     cp_group: ProcessGroup | None = None  # ranks over which the token row is split; None: all slots are here
     tp_group: ProcessGroup | None = None  # ranks over which heads and hidden columns are split; None: all are here
+    split_group: ProcessGroup | None = None  # the ranks of both, over which the audio of the row is split; None: all of it is here
     draw: Tensor | None = None  # int64, number of this row among the rows of all steps: what random draws depend on
     training: bool = True
-
-    @property
-    def alike(self) -> int:
-        """How many ranks compute the audio side of a row alike: those that share the row. What they add up counts by its share."""
-        return (1 if self.cp_group is None else self.cp_group.size()) * (1 if self.tp_group is None else self.tp_group.size())

@@ -18,8 +18,7 @@ def spec(d_model: int, vocab: int) -> Tree:
 
 
 def loss(w: Tree, x_AD: Tensor, labels_UL: Tensor, label_lengths_U: Tensor, ctx: Context) -> Tensor:
-    """Sum of the utterances' losses, fp32, shared equally by the ranks that read the row; utterances that are unused or too short for their
-    labels add nothing.
+    """Sum of the losses of this rank's utterances, fp32; those that are unused or too short for their labels add nothing.
 
     :param labels_UL: token ids; beyond label_lengths_U any
     """
@@ -27,7 +26,7 @@ def loss(w: Tree, x_AD: Tensor, labels_UL: Tensor, label_lengths_U: Tensor, ctx:
     labels_AL = labels_UL[ctx.audio_segments_A.clamp(max=labels_UL.shape[0] - 1)]
     scores = torch.cat((logits_AV.gather(1, labels_AL), logits_AV[:, -1:]), 1) - logits_AV.logsumexp(1, keepdim=True)
     padded = pad(scores, layout(ctx))
-    return ctc_loss(padded[:, :, :-1], padded[:, :, -1], labels_UL, ctx.audio_lengths_U, label_lengths_U).sum() / ctx.alike
+    return ctc_loss(padded[:, :, :-1], padded[:, :, -1], labels_UL, ctx.audio_lengths_U, label_lengths_U).sum()
 
 
 def greedy(w: Tree, x_AD: Tensor, ctx: Context) -> list[list[int]]:

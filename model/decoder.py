@@ -14,7 +14,7 @@ from model import attention, mamba, mlp, moe, window_attention
 from model.context import Context
 from model.norm import rms_norm
 from model.params import P, Tree
-from parallel import sequence, tensor
+from parallel import audio, sequence, tensor
 
 Cache = dict[str, Tensor]
 LAYERS: dict[str, ModuleType] = {"M": mamba, "*": attention, "W": window_attention, "E": moe, "-": mlp}
@@ -59,7 +59,7 @@ def new_caches(cfg: DecoderConfig, requests: int, capacity: int, dtype: torch.dt
 def embed(w: Tree, frames_AD: Tensor, tokens_T: Tensor, frames_T: Tensor, ctx: Context) -> Tensor:
     """Token embeddings with audio frames spliced in: slot t holds frame frames_T[t], or, where that is -1, token tokens_T[t]. [T, D]"""
     text_TD, frames_T = embed_text(w, tokens_T, ctx), sequence.own_tokens(frames_T, ctx)
-    return torch.where((frames_T >= 0)[:, None], lookup(frames_AD, frames_T), text_TD)
+    return torch.where((frames_T >= 0)[:, None], lookup(audio.gather_frames(frames_AD, ctx), frames_T), text_TD)
 
 
 def embed_text(w: Tree, tokens_T: Tensor, ctx: Context) -> Tensor:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from model.audio_row import slot_positions
 from model.context import Context
 from parallel import sequence
 
@@ -19,12 +20,13 @@ def of_slots(salt: Tensor, ctx: Context, rows: int, columns: int) -> Tensor:
     """fp32 [rows, columns] in [0, 1), a pure function of the salt (run seed and path), the row of the step and the place in it.
 
     The place is (utterance, position), so that it does not matter how a row is split over processes; of anything but the token row and the
-    audio row it is the number of the row.
+    audio row, at any number of slots a frame, it is the number of the row.
     """
     assert ctx.draw is not None
     place = sequence.own_slots(ctx.segments_T.long() * 65537 + ctx.positions_T, ctx)
-    if rows == len(ctx.audio_segments_A) != len(place):
-        place = ctx.audio_segments_A * 65537 + ctx.audio_positions_A
+    rate, rest = divmod(rows, max(1, len(ctx.audio_segments_A)))
+    if rows != len(place) and rate and not rest:
+        place = ctx.audio_segments_A.repeat_interleave(rate) * 65537 + slot_positions(rate, ctx)
     elif rows != len(place):
         place = torch.arange(rows, device=salt.device)
     return uniform(salt.long().view(1, 1), ctx.draw.view(1, 1), place[:, None], torch.arange(columns, device=salt.device)[None])

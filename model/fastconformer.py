@@ -22,6 +22,7 @@ from model.linear import linear
 from model.mel import MEL_PER_FRAME
 from model.norm import layer_norm
 from model.params import P
+from parallel import audio
 
 _NORM_EPS = 1e-5
 _MOMENTUM = 0.1  # of the running statistics
@@ -73,7 +74,7 @@ def layer_spec(cfg: EncoderConfig) -> dict[str, Any]:
 
 
 def forward(w: Weights, x_AD: Tensor, ctx: Context) -> tuple[Tensor, Stats]:
-    """One Conformer layer; stats are sums over the valid frames of the row (see update)."""
+    """One Conformer layer; stats are sums over this rank's valid frames (see update)."""
     x_AD = x_AD + 0.5 * _feed_forward(w["feed_forward1"], _norm(w["norm_feed_forward1"], x_AD))
     x_AD = x_AD + _attention(w["self_attn"], _norm(w["norm_self_att"], x_AD), ctx)
     mixed, stats = _convolution(w["conv"], _norm(w["norm_conv"], x_AD), ctx)
@@ -161,15 +162,15 @@ def _convolution(w: Weights, x_AD: Tensor, ctx: Context) -> tuple[Tensor, Stats]
 
 
 def _batch_norm(w: Weights, x_AD: Tensor, real: Tensor, ctx: Context) -> tuple[Tensor, Stats]:
-    """Per-channel normalisation in fp32, in training by the statistics of the row's valid frames."""
+    """Per-channel normalisation in fp32, in training by the statistics of the whole row's valid frames."""
     wide = x_AD.to(torch.promote_types(x_AD.dtype, torch.float32))
     stats: Stats = {}
     if ctx.training and not ctx.encoder.freeze_batch_norm:
         frames = real.sum().to(wide.dtype)
         mean = torch.where(real, wide, 0).sum(0) / frames.clamp(min=1)
-        var = torch.where(real, wide - mean, 0).square().sum(0) / frames.clamp(min=1)
-        share = frames / ctx.alike
-        stats = {"frames": share, "sum": (share * mean).detach(), "square_sum": (share * (var + mean.square())).detach()}
+        squares = torch.where(real, wide - mean, 0).square().sum(0)
+        stats = {"frames": frames, "sum": (frames * mean).detach(), "square_sum": (squares + frames * mean.square()).detach()}
+        mean, var = audio.moments(frames, mean, squares, ctx)
     else:
         mean, var = w["running_mean"], w["running_var"]
     scale = w["weight"].to(wide.dtype) * torch.rsqrt(var + _NORM_EPS)

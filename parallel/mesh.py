@@ -81,7 +81,7 @@ def sizes(cfg: ParallelConfig, world: int) -> Sizes:
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process's place, and the device meshes, all but `tokens` those of its stage of the pipeline."""
+    """This process's place, and the device meshes, all but `tokens` and `rows` those of its stage of the pipeline."""
 
     rank: int
     device: torch.device
@@ -89,6 +89,7 @@ class Mesh:
     tokens: DeviceMesh  # ("pp", "dp", "cp", "tp"): dp ranks have different rows, cp and tp ranks parts of the same row, pp ranks its layers
     rows: DeviceMesh  # ("dp", "row"): the same ranks, those of pp, cp and tp as one
     row_hosts: dist.ProcessGroup | None  # the ranks of `row_group`, for what stays on the host
+    parts: DeviceMesh  # ("dp", "part"): the ranks of a stage, those of cp and tp as one
     dense: DeviceMesh  # ("replicate", "shard")
     tensor: DeviceMesh | None  # ("replicate", "shard", "tp"); None without tensor parallelism
     experts: DeviceMesh | None  # ("replicate", "shard", "ep"); None without expert parallelism
@@ -127,6 +128,13 @@ class Mesh:
     def row_group(self) -> dist.ProcessGroup | None:
         """Ranks that share a row, in the order of (pp, cp, tp); None where each has its own."""
         return self.rows.get_group("row") if self.sizes.alike > 1 else None
+
+    @property
+    def split_group(self) -> dist.ProcessGroup | None:
+        """Ranks of a stage that share a row, in the order of (cp, tp); None where each has its own."""
+        if self.sizes.cp > 1 and self.sizes.tp > 1:
+            return self.parts.get_group("part")
+        return self.cp_group or self.tp_group
 
     @property
     def cp_group(self) -> dist.ProcessGroup | None:
@@ -174,7 +182,7 @@ def make_mesh(cfg: ParallelConfig, device: torch.device) -> Mesh:
     return Mesh(
         rank=dist.get_rank(), device=device, sizes=n, rows=rows, row_hosts=_host_group(rows) if n.alike > 1 else None,
         tokens=init_device_mesh(device.type, (n.pp, n.dp, n.cp, n.tp), mesh_dim_names=("pp", "dp", "cp", "tp")),
-        dense=view(n.dense, "replicate", "shard"),
+        parts=view((n.dp, n.cp * n.tp), "dp", "part"), dense=view(n.dense, "replicate", "shard"),
         tensor=view(n.tensor, "replicate", "shard", "tp") if n.tp > 1 else None,
         experts=view(n.experts, "replicate", "shard", "ep") if n.ep > 1 else None)
 

@@ -16,7 +16,7 @@ from training.engine import Engine, Pass
 from training.generation import Weights, generate
 from training.scoring import Transcript
 from training.state import State
-from training.step import Batch, all_reduce_together, make_context, to_device
+from training.step import Batch, all_reduce_together, make_context, own_part, to_device
 
 
 def validation_loss(cfg: Config, mesh: Mesh, engine: Engine, state: State, batches: Iterable[dict[str, Any]]) -> dict[str, float]:
@@ -25,9 +25,9 @@ def validation_loss(cfg: Config, mesh: Mesh, engine: Engine, state: State, batch
     sums = {"loss": torch.zeros((), device=mesh.device), "labels": torch.zeros((), device=mesh.device)}
     for batch in batches:
         row = to_device(batch, mesh)
-        run = Pass(engine, leaves, make_context(cfg, row, mesh, training=False))
-        losses, _ = speech_lm.losses(run, row, run.context, cfg)
-        labels = (row["labels_T"] != -100).sum() / run.context.alike  # the other ranks that share the row count them too
+        row, context = own_part(cfg, row, mesh, training=False)
+        losses, _ = speech_lm.losses(Pass(engine, leaves, context), row, context, cfg)
+        labels = (row["labels_T"] != -100).sum() / mesh.sizes.alike  # the other ranks that share the row count them too
         sums = {"loss": sums["loss"] + losses["lm"].detach(), "labels": sums["labels"] + labels}
     totals = all_reduce_together(sums)
     return {"loss": (totals["loss"] / totals["labels"].clamp(min=1)).item(), "labels": totals["labels"].item()}

@@ -12,7 +12,7 @@ from torch import Tensor
 from configs.schema import Config, EncoderConfig
 from model import lora, params, speech_lm
 from model.context import Context
-from parallel import sharding
+from parallel import audio, sharding
 from parallel.collectives import every_rank, sum_over_ranks
 from parallel.gather import Reshard, Shared
 from parallel.mesh import Mesh
@@ -44,7 +44,18 @@ def make_context(cfg: Config, batch: Batch, mesh: Mesh, training: bool, split: b
     return Context(cfg.model.encoder or EncoderConfig(), cfg.model.decoder, **lengths, utterance_frames=_utterance_frames(cfg, batch),
                    dtype=DTYPES[cfg.precision], ep_group=mesh.ep_group, ep_dispatch=cfg.parallel.ep_dispatch,
                    cp_group=mesh.cp_group if split else None, tp_group=mesh.tp_group if split else None,
+                   split_group=mesh.split_group if split else None,
                    draw=batch.get("draw", batch["positions_T"].new_zeros(())), training=training)
+
+
+def own_part(cfg: Config, batch: Batch, mesh: Mesh, training: bool) -> tuple[Batch, Context]:
+    """A row with the audio that this rank encodes of it, and the layers' view of that."""
+    context = make_context(cfg, batch, mesh, training)
+    if context.split_group is None or cfg.model.encoder is None:
+        return batch, context
+    batch = audio.own_utterances(batch, context, context.split_group.size(), context.split_group.rank())
+    fields: dict[str, Any] = {name: batch[name] for name in audio.FIELDS}
+    return batch, replace(context, **fields)
 
 
 def _utterance_frames(cfg: Config, batch: Batch) -> int:
@@ -152,8 +163,8 @@ def row_loss(cfg: Config, mesh: Mesh, engine: Engine, leaves: dict[str, Tensor],
     :param counts: global label counts over all ranks and micro-batches; the only place where a loss is divided by a count.
     :param shared: what this row has in common with the step's other micro-batches.
     """
-    run = Pass(engine, leaves, make_context(cfg, batch, mesh, training=True), shared)
-    losses, stats = speech_lm.losses(run, batch, run.context, cfg)
+    batch, context = own_part(cfg, batch, mesh, training=True)
+    losses, stats = speech_lm.losses(Pass(engine, leaves, context, shared), batch, context, cfg)
     shares = {name: value / counts[name].clamp(min=1) for name, value in losses.items()}
     total = shares["lm"] + cfg.train.ctc_weight * shares["ctc"] if "ctc" in shares else shares["lm"]
     return total, stats | {f"loss_{name}": share for name, share in shares.items()}
