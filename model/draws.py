@@ -16,20 +16,25 @@ def uniform(*keys: Tensor) -> Tensor:
     return (bits >> 8).float() * 2.0**-24
 
 
-def of_slots(salt: Tensor, ctx: Context, rows: int, columns: int) -> Tensor:
+def of_slots(salt: Tensor, ctx: Context, rows: int, columns: int, first: int = 0) -> Tensor:
     """fp32 [rows, columns] in [0, 1), a pure function of the salt (run seed and path), the row of the step and the place in it.
 
     The place is (utterance, position), so that it does not matter how a row is split over processes; of anything but the token row and the
     audio row, at any number of slots a frame, it is the number of the row.
+
+    :param first: number of the first column
     """
     assert ctx.draw is not None
-    place = sequence.own_slots(ctx.segments_T.long() * 65537 + ctx.positions_T, ctx)
+    slots = ctx.segments_T.long() * 65537 + ctx.positions_T
+    place = sequence.own_slots(slots, ctx)
+    if rows != len(place) and ctx.tp_group is not None and rows == len(place) // ctx.tp_group.size():
+        place = sequence.own_tokens(slots, ctx)
     rate, rest = divmod(rows, max(1, len(ctx.audio_segments_A)))
     if rows != len(place) and rate and not rest:
         place = ctx.audio_segments_A.repeat_interleave(rate) * 65537 + slot_positions(rate, ctx)
     elif rows != len(place):
         place = torch.arange(rows, device=salt.device)
-    return uniform(salt.long().view(1, 1), ctx.draw.view(1, 1), place[:, None], torch.arange(columns, device=salt.device)[None])
+    return uniform(salt.long().view(1, 1), ctx.draw.view(1, 1), place[:, None], torch.arange(first, first + columns, device=salt.device)[None])
 
 
 def _mixed(x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from kernels import linear as kernel
 from kernels.activation import widen
 from model import lora
 from model.draws import of_slots
+from parallel.collectives import all_reduce
 
 
 def linear(x: Tensor, weight: "Tensor | lora.Adapted", bias: Tensor | None = None) -> Tensor:
@@ -28,8 +29,12 @@ def _lengthening(w: "lora.Adapted", magnitude: Tensor) -> Tensor:
     """Wanted over actual length of each row. [O]"""
     with torch.no_grad():
         actual = lora.row_lengths(widen(w.weight) + w.scale * (widen(w.b) @ widen(w.a)))
-        frozen = lora.row_lengths(w.weight)
-    return (1 + widen(magnitude)) * (frozen / actual)
+        lengths_2O = torch.stack((lora.row_lengths(w.weight), actual))
+        if w.first is not None:
+            assert w.ctx is not None
+            assert w.ctx.tp_group is not None
+            lengths_2O = all_reduce(lengths_2O.square(), w.ctx.tp_group).sqrt()
+    return (1 + widen(magnitude)) * (lengths_2O[0] / lengths_2O[1])
 
 
 def _dropped(x: Tensor, w: "lora.Adapted") -> Tensor:
@@ -37,5 +42,5 @@ def _dropped(x: Tensor, w: "lora.Adapted") -> Tensor:
         return x
     assert w.salt is not None
     assert w.ctx is not None
-    keep = of_slots(w.salt, w.ctx, x.shape[0], x.shape[1]) >= w.dropout
+    keep = of_slots(w.salt, w.ctx, x.shape[0], x.shape[1], w.first or 0) >= w.dropout
     return torch.where(keep, x / (1 - w.dropout), 0)

@@ -36,6 +36,7 @@ class Adapted:
     dropout: float = 0.0
     salt: Tensor | None = None  # scalar, another one for every matrix
     ctx: Context | None = None
+    first: int | None = None  # which of all columns is the first one here, where they are split over ctx.tp_group
 
     def flatten(self, first: int) -> "Adapted":
         """A matrix has nothing to flatten; convolutions of one tap do so with theirs."""

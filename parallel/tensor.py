@@ -7,6 +7,7 @@ A weight arrives as the rank's part, or whole (see RULES in parallel/sharding.py
 plain one, on whole weights.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from kernels.activation import widen
 from kernels.lookup import lookup
+from model import lora
 from model.context import Context
 from model.linear import linear
 from parallel.collectives import all_gather_grad, all_gather_start, reduce_scatter_grad, wait
@@ -37,10 +39,20 @@ def part_of(whole: Part, ranks: int, rank: int) -> Part:
 
 
 def take(t: Any, parts: list[Part], dim: int = 0) -> Any:
-    """Those rows (or columns) of t, one part after the other; t itself where it is no more than that, or an adapted matrix."""
-    if not isinstance(t, Tensor) or sum(count for _, count in parts) == t.shape[dim]:
+    """Those rows (or columns) of t, one part after the other; t itself where it is no more than that."""
+    if isinstance(t, lora.Adapted):
+        return _take_adapted(t, parts, dim)
+    if sum(count for _, count in parts) == t.shape[dim]:
         return t
     return torch.cat([t.narrow(dim, *part) for part in parts], dim) if len(parts) > 1 else t.narrow(dim, *parts[0])
+
+
+def _take_adapted(t: lora.Adapted, parts: list[Part], dim: int) -> lora.Adapted:
+    """Rows of the matrix are rows of b, columns of it are columns of a."""
+    if dim == 0:
+        magnitude_O = None if t.magnitude is None else take(t.magnitude, parts)
+        return replace(t, weight=take(t.weight, parts), b=take(t.b, parts), magnitude=magnitude_O)
+    return replace(t, weight=take(t.weight, parts, 1), a=take(t.a, parts, 1), first=parts[0][0])
 
 
 def gather_tokens(x_TD: Tensor, ctx: Context) -> Tensor:
@@ -96,14 +108,15 @@ class _VocabularyLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> Any:
         h_TD, table_VD, labels_T, lse_T = ctx.saved_tensors
-        dh, dtable_VD = [], torch.zeros_like(table_VD, dtype=lse_T.dtype)
+        dh, dtable_VD = [], torch.zeros_like(table_VD, dtype=lse_T.dtype) if ctx.needs_input_grad[1] else None
         for h, labels, lse in zip(*(t.split(CHUNK) for t in (h_TD, labels_T, lse_T)), strict=True):
             chosen = torch.arange(len(table_VD), device=labels.device) == (labels - ctx.first)[:, None]
             probabilities = torch.exp(_logits(h, table_VD, ctx.real) - lse[:, None])
             dlogits = torch.where((labels == -100)[:, None], 0, (probabilities - chosen.to(lse.dtype)) * dloss).to(h.dtype)
             dh.append(dlogits @ table_VD)
-            dtable_VD = dtable_VD + dlogits.t() @ h
-        return torch.cat(dh), dtable_VD.to(table_VD.dtype), None, None, None, None
+            if dtable_VD is not None:
+                dtable_VD = dtable_VD + dlogits.t() @ h
+        return torch.cat(dh), None if dtable_VD is None else dtable_VD.to(table_VD.dtype), None, None, None, None
 
 
 def _logits(h_TD: Tensor, table_VD: Tensor, real: int) -> Tensor:

@@ -176,8 +176,7 @@ def sharding(cfg: Config, environment: Environment) -> Iterator[str]:
 
 @rule({"parallel.cp": 8, "world": 8},
       {"parallel.tp": 5, "model.decoder.pattern": "*", "model.decoder.n_kv_heads": 1, "world": 5},
-      {"parallel.cp": 2, "model.decoder.mamba_groups": 3, "model.decoder.mamba_heads": 6, "world": 2},
-      {"parallel.tp": 2, "model.lora.rank": 8, "world": 2})
+      {"parallel.cp": 2, "model.decoder.mamba_groups": 3, "model.decoder.mamba_heads": 6, "world": 2})
 def layers(cfg: Config, environment: Environment) -> Iterator[str]:
     """cp and tp split heads, columns and slots evenly; of groups that are fewer, several ranks use one."""
     d, cp, tp = cfg.model.decoder, cfg.parallel.cp, cfg.parallel.tp
@@ -200,8 +199,6 @@ def layers(cfg: Config, environment: Environment) -> Iterator[str]:
                 yield f"model.decoder.{key}={getattr(d, key)} splits over {named} neither evenly nor with whole ranks to a group"
                 break
             left = max(1, left // parts)
-    if cfg.model.lora.rank and tp > 1:
-        yield f"parallel.tp={tp} cannot split the matrices of an adapter (model.lora.rank={cfg.model.lora.rank}); use parallel.tp=1"
 
 
 @rule({"model.encoder.n_heads": 3},

@@ -1,4 +1,4 @@
-"""Under torchrun: gradients of the adapters of a digits model on two fixed rows, as one JSON object: lora_worker OVERRIDES..."""
+"""Under torchrun: gradients of the adapters of a digits model on two fixed rows, as one JSON object: lora_worker LAYOUT..."""
 
 import json
 import sys
@@ -17,7 +17,8 @@ from training.state import State, init_state
 from training.step import make_engine, make_gradients
 
 SMALL = ["+experiment=digits", "compile.enabled=false", "model.encoder.n_layers=1", "model.decoder.pattern=M*E", "model.lora.rank=3",
-         r"model.freeze_params=['encoder\.','decoder\.','projector','ctc']", "model.encoder.freeze_batch_norm=true"]
+         "model.decoder.mamba_heads=8", r"model.freeze_params=['encoder\.','decoder\.','projector','ctc']",
+         "model.encoder.freeze_batch_norm=true"]
 VARIANTS = {
     "dropout and dora": [r"model.lora.targets=['decoder\.layers\.[01]','decoder.*shared','encoder.*linear_[qv]']", "model.lora.dropout=0.3",
                          "model.lora.dora=true"],
@@ -40,7 +41,7 @@ def gradients(name: str, overrides: list[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    made = {name: gradients(name, sys.argv[1:]) for name in VARIANTS}
+    made = {layout: {name: gradients(name, [layout]) for name in VARIANTS} for layout in sys.argv[1:]}
     if dist.get_rank() == 0:
         print(json.dumps(made))
     dist.destroy_process_group()

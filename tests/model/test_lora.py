@@ -134,7 +134,7 @@ def row(lengths: tuple[int, ...], draw: int = 5) -> Context:
 
 
 def test_dropout_acts_on_the_update_alone_and_only_in_training() -> None:
-    w = {name: torch.randn(shape) for name, shape in (("weight", (6, 512)), ("a", (3, 512)), ("b", (6, 3)))}
+    w: dict[str, Any] = {name: torch.randn(shape) for name, shape in (("weight", (6, 512)), ("a", (3, 512)), ("b", (6, 3)))}
     x, ctx = torch.randn(50, 512), row((30, 20))
     adapted = Adapted(**w, scale=2.0, magnitude=None, dropout=0.25, salt=SALT, ctx=ctx)
     keep = of_slots(SALT, ctx, 50, 512) >= 0.25

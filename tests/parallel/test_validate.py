@@ -79,8 +79,6 @@ def test_sizes_below_their_least(key: str, least: int) -> None:
      r"^model.decoder.mlp_ffn=30 is not a multiple of 4"),
     ({"parallel.tp": 4, "model.decoder.pattern": "E", "model.decoder.shared_ffn": 30, "data.rows": [RowSize(104, 90, 4, 40, 20)]}, 4,
      r"^model.decoder.shared_ffn=30 is not a multiple of 4"),
-    ({"parallel.tp": 2, "model.lora.rank": 4, "model.lora.targets": ["decoder"], "model.decoder.pattern": "*"}, 2,
-     r"^parallel.tp=2 cannot split the matrices of an adapter \(model.lora.rank=4\); use parallel.tp=1$"),
     ({"parallel.zero_stage": 0, "parallel.dp_replicate": 2}, 4, r"^parallel.dp_replicate=2 has no meaning with parallel.zero_stage=0"),
     ({"parallel.zero_stage": "zero"}, 1, r"^parallel.zero_stage=zero is no zero stage; choose 0, 1, 2, 3 or one of ddp, fsdp2, "),
     ({"parallel.zero_stage": 4}, 1, r"^parallel.zero_stage=4 is no zero stage"),
