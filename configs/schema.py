@@ -55,7 +55,7 @@ class DecoderConfig:
     pattern: str = "M*"  # M Mamba-2, * attention, W attention within a window, E mixture of experts, - dense MLP
     d_model: int = 2688  # width
     vocab_size: int = 131072  # tokens that the model knows
-    vocab_multiple: int = 1  # embedding and head have rows up to a multiple of this; what is beyond vocab_size takes no part
+    vocab_multiple: int = 1  # embedding and head have rows up to a multiple of this (and of 128 tp); those beyond vocab_size take no part
     tie_embeddings: bool = False  # use the embedding as head
     norm_eps: float = 1e-5  # epsilon of every RMSNorm
     post_norm: bool = False  # a second RMSNorm in each layer, on what it adds to its input

@@ -22,7 +22,7 @@ LAYERS: dict[str, ModuleType] = {"M": mamba, "*": attention, "W": window_attenti
 
 def spec(cfg: DecoderConfig) -> Tree:
     """embedding, layers, head; a tied model's head has only the final norm."""
-    table = P((table_rows(cfg), cfg.d_model), ("vocab", "embed"), std=cfg.init_std)
+    table = P((table_rows(cfg), cfg.d_model), ("vocab", "embed"), std=cfg.init_std, drawn=cfg.vocab_size)
     head = {"norm": P((cfg.d_model,), ("embed",), "ones")}
     if not cfg.tie_embeddings:
         head["weight"] = table

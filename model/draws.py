@@ -34,7 +34,8 @@ def of_slots(salt: Tensor, ctx: Context, rows: int, columns: int, first: int = 0
         place = ctx.audio_segments_A.repeat_interleave(rate) * 65537 + slot_positions(rate, ctx)
     elif rows != len(place):
         place = torch.arange(rows, device=salt.device)
-    return uniform(salt.long().view(1, 1), ctx.draw.view(1, 1), place[:, None], torch.arange(first, first + columns, device=salt.device)[None])
+    column = torch.arange(first, first + columns, device=salt.device)
+    return uniform(salt.long().view(1, 1), ctx.draw.view(1, 1), place[:, None], column[None])
 
 
 def _mixed(x: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ class P:
     high: float = 1.0
     kind: str = "param"  # param | buffer; a buffer gets no gradient, its layer returns its update
     trained: bool = True  # of a param: whether it is learned (see model/freezing.py)
+    drawn: int | None = None  # rows that are drawn, where the others of the first dimension are padding of zeros
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
@@ -73,7 +74,10 @@ def draw(path: str, p: P, seed: int) -> Tensor:
     """The full fp32 tensor of `p`, from a generator seeded by (seed, path) alone: equal on every world size."""
     digest = hashlib.sha256(f"{seed}/{path}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-    return INITS[p.init](p, torch.empty(p.shape, dtype=torch.float32), generator)
+    if p.drawn is None:
+        return INITS[p.init](p, torch.empty(p.shape, dtype=torch.float32), generator)
+    rows = INITS[p.init](p, torch.empty(p.drawn, *p.shape[1:], dtype=torch.float32), generator)
+    return torch.cat((rows, rows.new_zeros(p.shape[0] - p.drawn, *p.shape[1:])))
 
 
 def init(spec: Tree, seed: int) -> Tree:

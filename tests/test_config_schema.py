@@ -8,7 +8,7 @@ from omegaconf import MissingMandatoryValue, OmegaConf
 from omegaconf.errors import ConfigKeyError, ValidationError
 
 from configs.schema import Config
-from training.config import CONFIG_DIR, composed
+from training.config import CONFIG_DIR, composed, load
 
 
 def merged(*overrides: str) -> Any:
@@ -44,6 +44,12 @@ def test_values_of_the_right_type_are_taken() -> None:
 def test_keys_without_a_sensible_default_are_mandatory(key: str) -> None:
     with pytest.raises(MissingMandatoryValue, match=key.split(".")[-1]):
         OmegaConf.select(merged(), key, throw_on_missing=True)
+
+
+@pytest.mark.parametrize(("tp", "multiple", "expected"), [(1, 3, 3), (2, 1, 256), (2, 3, 768), (4, 64, 512)])
+def test_tensor_parallelism_pads_the_vocabulary(tp: int, multiple: int, expected: int) -> None:
+    cfg, _ = load(["+experiment=digits", f"parallel.tp={tp}", f"model.decoder.vocab_multiple={multiple}"])
+    assert cfg.model.decoder.vocab_multiple == expected
 
 
 def test_schema_makes_objects_of_its_own_classes() -> None:

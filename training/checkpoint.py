@@ -8,14 +8,18 @@ No generator state is saved because none exists: every random draw is a pure fun
 import json
 import os
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor, Replicate, zeros
 
 from kernels.linear import libraries
 from parallel.collectives import from_first_rank, gather_objects
 from parallel.mesh import Mesh
+from parallel.sharding import chunk_bounds
 from training.state import State
 
 FREE_SPACE_FACTOR = 1.05  # of the estimated size, that must be free before writing
@@ -37,20 +41,48 @@ def save(run_dir: Path, state: State, data_state: Any, mesh: Mesh, keep: int, co
     return final
 
 
-def load(path: Path, state: State, mesh: Mesh) -> tuple[State, dict[str, Any]]:
-    """`state` with the checkpoint's values (read in place, each rank its own shards), and meta.json. Any number of processes."""
+def load(path: Path, state: State, mesh: Mesh, tables: Mapping[str, int] = MappingProxyType({})) -> tuple[State, dict[str, Any]]:
+    """`state` with the checkpoint's values (read in place, each rank its own shards), and meta.json. Any number of processes.
+
+    :param tables: names of parameters whose rows are padded, perhaps otherwise than in the checkpoint, and their number without padding
+    """
     try:
         meta = json.loads((path / "meta.json").read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{path} is not a complete checkpoint ({error}); set train.resume to another one or to never") from error
     tensors = _tensors(state)
-    missing = sorted(set(tensors) - set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata))
+    stored: Any = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    missing = sorted(set(tensors) - set(stored))
     if missing:
         raise CheckpointError(f"{path} lacks {len(missing)} tensors of this run, such as {missing[0]}: it was written with another model "
                               "or another choice of what is trained; resume with that run's configuration, or start a new run_dir")
-    dcp.load(tensors, checkpoint_id=path)
+    padded = {name: _whole_rows(t, stored[name].size) for name, t in tensors.items()
+              if name.partition(".")[2] in tables and _differs_in_padding(t.shape, stored[name].size, tables[name.partition(".")[2]], meta)}
+    dcp.load(tensors | padded, checkpoint_id=path)
+    for name, whole in padded.items():
+        _copy_rows(tensors[name], whole, tables[name.partition(".")[2]])
     buffers = {name: tensors[f"buffers.{name}"] for name in state.buffers}
     return State(meta["step"], state.params, buffers, state.first, state.second), meta
+
+
+def _differs_in_padding(shape: Sequence[int], stored: Sequence[int], real: int, meta: dict[str, Any]) -> bool:
+    return shape[0] != stored[0] >= real == meta["config"]["model"]["decoder"]["vocab_size"]
+
+
+def _whole_rows(t: DTensor, size: Sequence[int]) -> DTensor:
+    """Room for a table as it is stored, of which every rank has all rows."""
+    placements = [Replicate() if p.is_shard(0) else p for p in t.placements]
+    return zeros(*size, dtype=t.dtype, device_mesh=t.device_mesh, placements=placements)
+
+
+def _copy_rows(t: DTensor, whole: DTensor, real: int) -> None:
+    """The rank's rows of a table, those from `real` on zeros."""
+    first, count = 0, t.shape[0]
+    for i, placement in enumerate(t.placements):
+        if placement.is_shard(0):
+            first, count = chunk_bounds(count, t.device_mesh.size(i), t.device_mesh.get_local_rank(i))
+    rows = whole.to_local()[min(first, real) : min(first + count, real)]
+    t.to_local().zero_()[: len(rows)] = rows
 
 
 def newest(run_dir: Path) -> Path | None:

@@ -1,5 +1,6 @@
 """Composes the configuration: schema, configs/*.yaml, command line. Every fault becomes one sentence."""
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -21,6 +22,7 @@ from model.hub.load import read_config
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 
 
+ROWS_A_RANK = 128  # of embedding and head, a multiple
 PARTS = ("encoder", "projector", "decoder")
 # what the tensors of a published model say nothing about, and its configuration therefore does not decide
 TRAINING_KEYS = ("bias_update_rate", "freeze_batch_norm", "init_std", "vocab_multiple")
@@ -46,7 +48,14 @@ def load(overrides: Sequence[str]) -> tuple[Config, list[str]]:
     for key in missing:
         OmegaConf.update(cfg, key, "")
     result: Any = OmegaConf.to_object(cfg)
+    _pad_vocabulary(result)
     return result, [f"{key} must be given: add {key}=... to the command" for key in missing]
+
+
+def _pad_vocabulary(cfg: Config) -> None:
+    """Under tensor parallelism every rank's rows of embedding and head are a multiple of 128."""
+    if cfg.parallel.tp > 1 <= cfg.model.decoder.vocab_multiple:
+        cfg.model.decoder.vocab_multiple = math.lcm(cfg.model.decoder.vocab_multiple, ROWS_A_RANK * cfg.parallel.tp)
 
 
 def with_pretrained(cfg: DictConfig, overrides: Sequence[str]) -> None:

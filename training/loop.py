@@ -260,7 +260,8 @@ def resume(cfg: Config, state: State, mesh: Mesh) -> tuple[State, Any, list[str]
     path = checkpoint_to_resume(cfg)
     if path is None:
         return state, None, []
-    state, meta = checkpoint.load(path, state, mesh)
+    tables = {name: p.drawn for name, p in params.named_leaves(speech_lm.spec(cfg)) if p.drawn is not None}
+    state, meta = checkpoint.load(path, state, mesh, tables)
     if meta["world"] != mesh.world:
         raise checkpoint.CheckpointError(
             f"{path} holds the data positions of {meta['world']} processes and there are {mesh.world}; "

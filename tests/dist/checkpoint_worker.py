@@ -18,6 +18,7 @@ from parallel.mesh import Mesh, make_mesh, start_processes
 from training import checkpoint
 from training.state import State
 
+VOCABULARY = 5
 SPEC = {
     "one": P((1,), ("heads",)),
     "three": P((3, 2), ("embed", "ffn")),
@@ -27,10 +28,13 @@ SPEC = {
     "mean": P((6,), ("embed",), kind="buffer"),
 }
 
+CONFIG = {"model": {"decoder": {"vocab_size": VOCABULARY}}}
+
 
 def state(seed: int, step: int, mesh: Mesh) -> State:
-    """Parameters, moments and a buffer that are different numbers everywhere."""
-    groups = [params.split_kinds(SPEC, sharding.init_sharded(SPEC, seed + i, mesh)) for i in range(3)]
+    """Parameters, moments and a buffer that are different numbers everywhere; a table with another padding for each tp."""
+    spec = SPEC | {"table": P((4 * mesh.sizes.tp if mesh.sizes.tp > 1 else VOCABULARY, 6), ("vocab", "embed"), drawn=VOCABULARY)}
+    groups = [params.split_kinds(spec, sharding.init_sharded(spec, seed + i, mesh)) for i in range(3)]
     return State(step, groups[0][0], groups[0][1], groups[1][0], groups[2][0])
 
 
@@ -43,14 +47,14 @@ def main() -> None:
     mode, run_dir = sys.argv[1], Path(sys.argv[2])
     start_processes(torch.device("cpu"))
     world = dist.get_world_size()
-    mesh = make_mesh(ParallelConfig(ep=2 if world % 2 == 0 else 1), torch.device("cpu"))
+    mesh = make_mesh(ParallelConfig(ep=2 if world % 2 == 0 else 1, tp=world if world % 2 == 0 else 1), torch.device("cpu"))
     saved, result = state(0, 7, mesh), {}
     if mode == "save":
-        checkpoint.save(run_dir, saved, {"position": mesh.rank}, mesh, 2, {"seed": 0})
+        checkpoint.save(run_dir, saved, {"position": mesh.rank}, mesh, 2, CONFIG)
     else:
         path = checkpoint.newest(run_dir)
         assert path is not None
-        loaded, meta = checkpoint.load(path, state(50, 0, mesh), mesh)
+        loaded, meta = checkpoint.load(path, state(50, 0, mesh), mesh, {"table": VOCABULARY})
         expected = whole(saved)
         result = {"step": loaded.step, "meta": meta, "different": [n for n, t in whole(loaded).items() if not torch.equal(t, expected[n])]}
     if mesh.rank == 0:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.dist.checkpoint_worker import CONFIG
 from tests.dist.launch import torchrun
 
 
@@ -20,4 +21,4 @@ def test_every_world_size_reads_the_same_numbers(run_dir: Path, processes: int) 
     assert result["different"] == []
     assert result["step"] == 7
     assert result["meta"] == {"step": 7, "world": 4, "data": [{"position": r} for r in range(4)],
-                              "libraries": dict.fromkeys(("nt", "nn", "tn"), "mkl"), "config": {"seed": 0}}
+                              "libraries": dict.fromkeys(("nt", "nn", "tn"), "mkl"), "config": CONFIG}
