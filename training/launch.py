@@ -191,15 +191,13 @@ def layout(mesh: Mesh) -> dict[str, str]:
 
 def memory(cfg: Config, mesh: Mesh) -> dict[str, int]:
     """Bytes that a rank holds whatever its batch: its shards, and the whole weights in the compute dtype that exist at a time."""
-    spec, width = speech_lm.spec(cfg), state_dtype(cfg).itemsize
-    whole: dict[tuple[str, ...], int] = {}
-    shards = 0
-    for unit in speech_lm.units(cfg):
-        leaves = [p for path in unit for _, p in params.named_leaves(params.subtree(spec, path)) if p.kind == "param"]
-        places = [sharding.place(p, mesh) for p in leaves]
-        numbers = [math.prod(sharding.local_shape(p, where)) for p, where in zip(leaves, places, strict=True)]
-        whole[unit] = sum(numbers) * DTYPES[cfg.precision].itemsize
-        shards += width * sum(number // where.mesh.size(1) for number, where in zip(numbers, places, strict=True))
+    width, leaves = state_dtype(cfg).itemsize, {path: p for path, p in params.named_leaves(speech_lm.spec(cfg)) if p.kind == "param"}
+    places = {path: sharding.place(p, mesh) for path, p in leaves.items()}
+    numbers = {path: math.prod(sharding.local_shape(p, places[path])) for path, p in leaves.items()}
+    shards = {path: width * number // places[path].mesh.size(1) for path, number in numbers.items()}
+    trained = sum(size for path, size in shards.items() if leaves[path].trained)
+    prefixes = [tuple(f"{path}." for path in unit) for unit in speech_lm.units(cfg)]
+    whole = [DTYPES[cfg.precision].itemsize * sum(n for path, n in numbers.items() if path.startswith(unit)) for unit in prefixes]
     kept = len(whole) if zero_stage(cfg.parallel.zero_stage) in (1, 2) else 2
-    gathered = sum(sorted(whole.values())[-kept:]) if mesh.sizes.sharded and mesh.world > 1 else 0
-    return {"parameters": shards, "moments": 2 * shards, "gradients": shards, "gathered layers": gathered}
+    gathered = sum(sorted(whole)[-kept:]) if mesh.sizes.sharded and mesh.world > 1 else 0
+    return {"parameters": sum(shards.values()), "moments": 2 * trained, "gradients": trained, "gathered layers": gathered}

@@ -56,6 +56,13 @@ def test_draws_depend_on_path_and_seed_alone() -> None:
     assert abs(params.draw("w", P((400, 400), ("ffn", "embed"), std=0.3), 0).std().item() - 0.3) < 0.003
 
 
+def test_padding_changes_no_draw() -> None:
+    p, padded = P((10, 3), ("vocab", "embed"), drawn=10), P((16, 3), ("vocab", "embed"), drawn=10)
+    drawn = params.draw("table", padded, 3)
+    assert torch.equal(drawn[:10], params.draw("table", p, 3))
+    assert not drawn[10:].any()
+
+
 def test_dt_bias_is_the_inverse_softplus_of_step_sizes_in_range() -> None:
     dt = torch.nn.functional.softplus(params.draw("dt", P((4096,), ("heads",), "dt_bias", low=0.001, high=0.1), 0).double())
     assert dt.min() > 0.00099

@@ -5,8 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from model import params, speech_lm
+from parallel.mesh import make_mesh, start_processes
 from training import config, launch
 
 
@@ -116,3 +119,15 @@ def test_an_earlier_run_is_set_aside(tmp_path: Path) -> None:
         launch.set_aside(tmp_path / "run")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run.old1", "run.old2"]
     launch.set_aside(tmp_path / "run")
+
+
+def test_memory_counts_a_tied_table_once_and_nothing_for_the_learning_of_frozen_parameters() -> None:
+    cfg, _ = config.load(["+experiment=digits", "model.decoder.tie_embeddings=true", "model.freeze_params=['encoder']", "precision=fp32",
+                          "model.encoder.freeze_batch_norm=true"])
+    start_processes(torch.device("cpu"))
+    spec = speech_lm.spec(cfg)
+    frozen = params.count(spec["encoder"])
+    total = params.count(spec)
+    found = launch.memory(cfg, make_mesh(cfg.parallel, torch.device("cpu")))
+    assert found == {"parameters": 4 * total, "moments": 8 * (total - frozen), "gradients": 4 * (total - frozen), "gathered layers": 0}
+    assert frozen > 0
