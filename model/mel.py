@@ -1,4 +1,4 @@
-"""Normalised log-mel features of the flat audio row: NeMo's AudioToMelSpectrogramPreprocessor, in fp32 whatever the model's dtype.
+"""Normalised log-mel features of the flat audio row: NeMo's AudioToMelSpectrogramPreprocessor, in fp32 or, for a model in fp64, in that.
 
 Zeros stand between the utterances, as beyond the ends of a recording, so one transform of the row is exact for each.
 """
@@ -25,9 +25,9 @@ _STD_GUARD = 1e-5
 
 
 def log_mel(audio_S: Tensor, ctx: Context) -> Tensor:
-    """Features [8 * A, M] fp32 of samples [1280 * A]: mean 0 and std 1 a bin over each utterance's frames, zeros elsewhere."""
-    power = _power_spectrum(audio_S.float(), ctx)
-    mel = torch.log(linear(power, mel_filterbank(ctx.encoder.mel_bins, audio_S.device)) + _LOG_GUARD)
+    """Features [8 * A, M], fp32 or wider, of samples [1280 * A]: mean 0 and std 1 a bin over each utterance's frames, zeros elsewhere."""
+    power = _power_spectrum(audio_S.to(torch.promote_types(ctx.dtype, torch.float32)), ctx)
+    mel = torch.log(linear(power, mel_filterbank(ctx.encoder.mel_bins, audio_S.device).to(power.dtype)) + _LOG_GUARD)
     return _normalise(mel, ctx)
 
 
@@ -40,7 +40,7 @@ def _power_spectrum(audio_S: Tensor, ctx: Context) -> Tensor:
     sounding = starts[:, None] + torch.arange(_FFT_SAMPLES, device=device) < spread(ctx.audio_samples_U, MEL_PER_FRAME, ctx)[:, None]
     emphasised = torch.where(sounding, frames[:, 1:] - _PREEMPHASIS * frames[:, :-1], 0.0)
     margin = (_FFT_SAMPLES - _WINDOW_SAMPLES) // 2
-    window = stored(F.pad(torch.hann_window(_WINDOW_SAMPLES, periodic=False, dtype=torch.float32, device=device), (margin, margin)))
+    window = stored(F.pad(torch.hann_window(_WINDOW_SAMPLES, periodic=False, dtype=audio_S.dtype, device=device), (margin, margin)))
     return torch.view_as_real(torch.fft.rfft(emphasised * window)).square().sum(-1)
 
 
@@ -68,10 +68,10 @@ def _normalise(mel: Tensor, ctx: Context) -> Tensor:
     lengths_U = mel_frames(ctx.audio_samples_U)
     real = valid_slots(lengths_U, MEL_PER_FRAME, ctx)[:, None]
     mean = _utterance_sums(torch.where(real, mel, 0.0), ctx) / lengths_U.clamp(min=1)[:, None]
-    centred = torch.where(real, mel - spread(mean.float(), MEL_PER_FRAME, ctx), 0.0)
+    centred = torch.where(real, mel - spread(mean.to(mel.dtype), MEL_PER_FRAME, ctx), 0.0)
     # Unbiased; an utterance of one frame has no deviation, and becomes zeros.
     variance = _utterance_sums(centred.square(), ctx) / (lengths_U - 1).clamp(min=1)[:, None]
-    return centred * spread((1 / (variance.sqrt() + _STD_GUARD)).float(), MEL_PER_FRAME, ctx)
+    return centred * spread((1 / (variance.sqrt() + _STD_GUARD)).to(mel.dtype), MEL_PER_FRAME, ctx)
 
 
 def _utterance_sums(x: Tensor, ctx: Context) -> Tensor:

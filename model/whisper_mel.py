@@ -1,4 +1,4 @@
-"""Log-mel features of the flat audio row as Whisper makes them, in fp32 whatever the model's dtype.
+"""Log-mel features of the flat audio row as Whisper makes them, in fp32 or, for a model in fp64, in that.
 
 The window is centred, what it sees before an utterance is the utterance's beginning mirrored, and behind it silence; the owners append that
 silence up to 30 seconds, so the numbers are theirs for every utterance that is shorter.
@@ -20,9 +20,9 @@ _RANGE = 8.0  # decades below an utterance's loudest bin that are kept
 
 
 def log_mel(audio_S: Tensor, ctx: Context) -> Tensor:
-    """Features [8 * A, M] fp32 of samples [1280 * A], zeros outside utterances."""
-    power = torch.view_as_real(torch.fft.rfft(_windows(audio_S.float(), ctx))).square().sum(-1)
-    loudness = linear(power, mel_filterbank(ctx.encoder.mel_bins, audio_S.device, _FFT_SAMPLES)).clamp(min=_FLOOR).log10()
+    """Features [8 * A, M], fp32 or wider, of samples [1280 * A], zeros outside utterances."""
+    power = torch.view_as_real(torch.fft.rfft(_windows(audio_S.to(torch.promote_types(ctx.dtype, torch.float32)), ctx))).square().sum(-1)
+    loudness = linear(power, mel_filterbank(ctx.encoder.mel_bins, audio_S.device, _FFT_SAMPLES).to(power.dtype)).clamp(min=_FLOOR).log10()
     floor = spread(_loudest(loudness.amax(-1), ctx) - _RANGE, MEL_PER_FRAME, ctx)[:, None]
     real = valid_slots(COUNTING[ctx.encoder.kind].mel(ctx.audio_samples_U), MEL_PER_FRAME, ctx)[:, None]
     return torch.where(real, (torch.maximum(loudness, floor) + 4.0) / 4.0, 0.0)
@@ -35,7 +35,7 @@ def _windows(audio_S: Tensor, ctx: Context) -> Tensor:
     offsets = torch.arange(_FFT_SAMPLES, device=audio_S.device) - _FFT_SAMPLES // 2
     sample = (position[:, None] + offsets).abs()  # mirrored before the first
     sounding = sample < spread(ctx.audio_samples_U, MEL_PER_FRAME, ctx)[:, None]
-    window = stored(torch.hann_window(_FFT_SAMPLES, dtype=torch.float32, device=audio_S.device))
+    window = stored(torch.hann_window(_FFT_SAMPLES, dtype=audio_S.dtype, device=audio_S.device))
     return torch.where(sounding, audio_S[(begin[:, None] + sample).clamp(max=len(audio_S) - 1)], 0.0) * window
 
 

@@ -69,8 +69,7 @@ def main() -> None:
     parser.add_argument("--cells", default="*")
     parser.add_argument("--backend", default="inductor")
     options = parser.parse_args()
-    chosen = [cell for cell in cells() if fnmatch.fnmatch(cell.name, options.cells)
-              and not (cell.compiled and options.precision == "fp64")]  # compiled features differ from eager ones, and are fp32
+    chosen = [cell for cell in cells() if fnmatch.fnmatch(cell.name, options.cells)]
     results = measure(chosen, options.precision, options.backend)
     figures = summary(results, options.precision)
     for name, result in results.items():

@@ -43,7 +43,7 @@ def whole(spec: dict[str, params.P], tensors: dict[str, Any], mesh: Mesh) -> dic
 def run(cell: Cell, precision: str) -> dict[str, Any]:
     """Every whole gradient, the gradient norm and the number of collectives of the first step; all losses, and whole parameters and
     buffers after STEPS steps."""
-    use_libraries(dict.fromkeys(OPERANDS, "mkl"))  # the same everywhere: the features are fp32 also where the model is fp64
+    use_libraries(dict.fromkeys(OPERANDS, "mkl"))  # the same everywhere
     torch._dynamo.reset()
     cfg = cell.config(precision)
     mesh = make_mesh(cfg.parallel, torch.device("cpu"))
