@@ -61,6 +61,8 @@ CHOICES = {
     "data.on_too_long": ("fail", "skip"),
     "model.encoder.kind": ("fastconformer", "whisper", "whisper_30s", "glm_asr", "glm_asr_30s"),
     "parallel.ep_dispatch": ("allgather", "alltoall"),
+    "train.activation_checkpointing": ("none", "selective", "full"),
+    "train.activation_checkpointing_encoder": ("none", "selective", "full"),
     "model.encoder.conv_norm": ("batch_norm", "layer_norm"),
     "model.decoder.activation": ("relu2", "swiglu"),
     "model.decoder.router": ("sigmoid", "softmax"),

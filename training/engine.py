@@ -5,7 +5,7 @@ compile.scope "step": nothing is compiled here; the caller compiles the whole pa
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,6 +19,7 @@ from model import params
 from model.params import Tree
 from parallel.gather import Reshard, Shared, Unit, Use, gather_traced
 from parallel.mesh import Mesh
+from training.recompute import recomputed
 
 RECOMPILE_LIMIT = 64  # graphs a function: row sizes x (training, evaluation)
 
@@ -33,11 +34,12 @@ class Engine:
     """The static side: one `Unit` a group of parameters and one compiled function a kind of layer.
 
     :param bind: wraps every function of weights (see model.lora.binder)
+    :param recompute: policy of activation checkpointing by the start of a unit's path
     """
 
     def __init__(self, spec: Tree, units: Iterator[tuple[str, ...]], mesh: Mesh, dtype: torch.dtype, reshard: Reshard,
-                 compile: CompileConfig, bind: Callable[[Function], Function] = _as_it_is):
-        self.compile, self.bind = compile, bind
+                 compile: CompileConfig, bind: Callable[[Function], Function] = _as_it_is, recompute: Mapping[str, str] | None = None):
+        self.compile, self.bind, self.recompute = compile, bind, recompute or {}
         self.order = list(units)
         self.units: dict[tuple[str, ...], Unit] = {}
         self.joined: dict[tuple[str, ...], Unit] = {}  # for passes that do not split layers over tp
@@ -57,6 +59,11 @@ class Engine:
         warnings.filterwarnings("ignore", message="Torchinductor does not support code generation for complex operators")
         name_cached_graphs()
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
+
+    def bound(self, fn: Function, key: tuple[str, ...]) -> Function:
+        """`fn` as this unit runs it."""
+        policy = next((policy for start, policy in self.recompute.items() if key[0].startswith(start)), "none")
+        return self.bind(fn) if policy == "none" else recomputed(self.bind(fn), policy)
 
     def function(self, fn: Function) -> Function:
         """`fn`, compiled the first time it is asked for."""
@@ -93,7 +100,7 @@ class Pass:
     def _call(self, key: tuple[str, ...] | None, fn: Callable[..., Any], *inputs: Any) -> Any:
         if key is None:
             return self._function(fn)(*inputs, self.context)
-        fn = self.engine.bind(fn)
+        fn = self.engine.bound(fn, key)
         if self.compiled and self.engine.compile.scope == "step" and self.engine.compile.enabled:
             whole = gather_traced(self.units[key], self._shards(key))
             return fn(pytree.tree_unflatten(whole, self.engine.trees[key]), *inputs, self.context)

@@ -69,7 +69,8 @@ def make_engine(cfg: Config, mesh: Mesh) -> Engine:
     keeps = zero_stage(cfg.parallel.zero_stage) < 3
     reshard = Reshard(cfg.parallel.reshard_after_forward and not keeps, cfg.parallel.reshard_experts_after_forward and not keeps)
     bind = {"bind": lora.binder(cfg.model.lora)} if cfg.model.lora.rank else {}
-    return Engine(speech_lm.spec(cfg), speech_lm.units(cfg), mesh, DTYPES[cfg.precision], reshard, cfg.compile, **bind)
+    recompute = {"encoder.": cfg.train.activation_checkpointing_encoder, "decoder.layers.": cfg.train.activation_checkpointing}
+    return Engine(speech_lm.spec(cfg), speech_lm.units(cfg), mesh, DTYPES[cfg.precision], reshard, cfg.compile, recompute=recompute, **bind)
 
 
 def state_dtype(cfg: Config) -> torch.dtype:

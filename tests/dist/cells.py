@@ -27,6 +27,8 @@ MODEL = (  # a width of 25: shards are uneven, and of 8 one is empty
     "model.decoder.shared_ffn=20", "model.decoder.bias_update_rate=0.01",
 )
 
+CHECKPOINTED = ("train.activation_checkpointing=full", "train.activation_checkpointing_encoder=full")
+SELECTIVE = ("train.activation_checkpointing=selective", "train.activation_checkpointing_encoder=selective")
 
 VARIANT = (
     "model.decoder.activation=swiglu", "model.decoder.tie_embeddings=true", "model.decoder.attention_bias=true", "model.decoder.qk_norm=true",
@@ -49,6 +51,7 @@ class Cell:
     starved: bool = False  # no token chooses the second half of the experts
     compiled: str = ""  # compile.scope, or nothing for eager
     quick: bool = False  # whether it is one of those that run in `make test`
+    own: tuple[str, ...] = ()  # overrides of this cell alone
 
     @property
     def reference(self) -> "Cell":
@@ -59,7 +62,7 @@ class Cell:
         """The whole configuration, with the accumulation that brings all rows into one step."""
         own = [f"parallel.{key}={value}" for key, value in self.parallel.items()]
         compiled = ["compile.enabled=true", f"compile.scope={self.compiled}"] if self.compiled else []
-        cfg, _ = config.load([*MODEL, f"data.rows=[{ROWS[self.kind]}]", f"precision={precision}", *compiled, *self.model, *own])
+        cfg, _ = config.load([*MODEL, f"data.rows=[{ROWS[self.kind]}]", f"precision={precision}", *compiled, *self.model, *self.own, *own])
         cfg.train.accumulate = self.rows // sizes(cfg.parallel, self.world).dp
         return cfg
 
@@ -114,6 +117,9 @@ def cells() -> list[Cell]:
         Cell("cp 2, tp 2, swiglu, tied, biases, norms of heads and batches, 1 Mamba group", 4, {"cp": 2, "tp": 2}, rows=2, model=VARIANT, quick=True),
         Cell("dp 2, cp 2, ep 4", 4, {"cp": 2, "ep": 4}, rows=4, quick=True),
         Cell("hsdp 2 x 1, tp 2, ep 2", 4, {"dp_replicate": 2, "tp": 2, "ep": 2}, quick=True),
+        Cell("ep 2, recomputed", 2, {"ep": 2}, own=CHECKPOINTED),
+        Cell("cp 2, tp 2, ep 4, all to all, recomputed", 4, {"cp": 2, "tp": 2, "ep": 4, "ep_dispatch": "alltoall"}, own=CHECKPOINTED, quick=True),
+        Cell("cp 2, tp 2, ep 4, recomputed but for exchanges", 4, {"cp": 2, "tp": 2, "ep": 4}, own=SELECTIVE, quick=True),
         Cell("dp 2, cp 2, tp 2", 8, {"cp": 2, "tp": 2}, rows=2),
         Cell("dp 2, cp 2, tp 2, ep 8", 8, {"cp": 2, "tp": 2, "ep": 8}, rows=2),
         Cell("hsdp 2 x 2, tp 2, ep 4, zero 2", 8, {"dp_replicate": 2, "tp": 2, "ep": 4, "zero_stage": 2}),
@@ -125,6 +131,8 @@ def cells() -> list[Cell]:
         *compiled(2, "layer", {"zero 3": {}, "zero 2": {"zero_stage": 2}, "ep 2": {"ep": 2}, "tp 2": {"tp": 2}, "cp 2": {"cp": 2}}),
         *compiled(2, "layer", {"ep 2, all to all": {"ep": 2, "ep_dispatch": "alltoall"}}),
         *compiled(2, "step", {"zero 3": {}, "zero 0": {"zero_stage": 0}, "ep 2": {"ep": 2}, "tp 2": {"tp": 2}, "cp 2": {"cp": 2}}),
+        Cell("ep 2, recomputed, graphs of a layer", 2, {"ep": 2}, own=CHECKPOINTED, compiled="layer"),
+        Cell("tp 2, recomputed but for exchanges, graphs of a layer", 2, {"tp": 2}, own=SELECTIVE, compiled="layer"),
         *compiled(4, "layer", {"hsdp 2 x 2, ep 2": {"dp_replicate": 2, "ep": 2}, "cp 2, tp 2, ep 4": {"cp": 2, "tp": 2, "ep": 4}}),
     ]
 
