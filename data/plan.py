@@ -3,7 +3,7 @@ resume from depend neither on how many workers read the audio nor on how far the
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -50,13 +50,56 @@ def digit_plans(source: Source, rows: Sequence[RowSize], share: Share, state: St
 def manifest_plans(source: Source, rows: Sequence[RowSize], share: Share, state: State, cfg: DataConfig) -> Iterator[Plan]:
     """Batches of epoch after epoch; each utterance is in one plan an epoch, or among the dropped of one.
 
-    State: epoch, position of the next utterance in this rank's order, and the positions still waiting in the look-ahead window.
+    State: epoch, position of the next utterance in this rank's order, and the positions still waiting in the look-ahead window; where
+    another number of ranks had begun an epoch also `before` (see resumed).
     """
     epoch, position, pending = state.get("epoch", 0), state.get("position", 0), list(state.get("pending", []))
+    kept = {"before": state["before"]} if state.get("before") else {}
     while True:
-        order = indices(len(source), share.seed, epoch, share.rank, share.world, cfg.shuffle)
-        yield from _epoch_plans(source, order, rows, cfg, epoch, position, pending)
+        order = _order(len(source), share, epoch, cfg.shuffle, state.get("before", []))
+        for plan in _epoch_plans(source, order, rows, cfg, epoch, position, pending):
+            yield replace(plan, state=plan.state | kept)
         epoch, position, pending = epoch + 1, 0, []
+
+
+def _order(count: int, share: Share, epoch: int, shuffle: bool, before: Sequence[Sequence[State]]) -> np.ndarray:
+    """Utterances of one rank in one epoch: its share of all, or of what the last ranks `before` left if they had begun this epoch."""
+    if not before or all(s["epoch"] < epoch for s in before[-1]):
+        return indices(count, share.seed, epoch, share.rank, share.world, shuffle)
+    return np.concatenate([_left(count, share.seed, epoch, shuffle, s, before[:-1]) for s in before[-1]])[share.rank :: share.world]
+
+
+def _left(count: int, seed: int, epoch: int, shuffle: bool, state: State, before: Sequence[Sequence[State]]) -> np.ndarray:
+    """What a rank that had come to `state` had not used of an epoch."""
+    order = _order(count, Share(seed, state["rank"], state["world"]), epoch, shuffle, before)
+    if state["epoch"] == epoch:
+        return order[[*state["pending"], *range(state["position"], len(order))]]
+    return order[:0] if state["epoch"] > epoch else order
+
+
+def resumed(states: Sequence[State], rank: int, world: int) -> State:
+    """Where `rank` of `world` goes on, given the state of every rank of a run of the same or of another number of ranks.
+
+    With another number, what is left of the epochs that have begun is divided anew, so that every utterance still comes once in an epoch:
+    `before` holds the states of the ranks that left it, and of those that left it to them. Of digit strings, which never end, a few may be
+    left out.
+    """
+    ranks = {s["rank"]: s for s in states}  # several ranks may have read the same rows
+    last = [{key: value for key, value in ranks[number].items() if key != "before"} for number in sorted(ranks)]
+    epoch, before = min(s["epoch"] for s in last), states[0].get("before", [])
+    if before and all(s["epoch"] < epoch for s in before[-1]):
+        before = []
+    if len(last) == world:
+        return last[rank] | ({"before": before} if before else {})
+    ledgers = [s["ledger"] for s in last]
+    counters = {reason: sum(ledger["counters"][reason] for ledger in ledgers) if rank == 0 else 0 for reason in ledgers[0]["counters"]}
+    ledger = {"epoch": epoch, "delivered": sum(ledger["delivered"] for ledger in ledgers), "skipped": 0, "counters": counters}
+    header = {key: last[0][key] for key in ("kind", "seed", "utterances")}
+    header |= {"world": world, "rank": rank, "ledger": ledger, "epoch": epoch}
+    if last[0]["kind"] == "digits":
+        used = max(s["index"] * s["world"] for s in last)
+        return header | {"index": -(-used // world), "batch": max(s["batch"] for s in last)}
+    return header | {"position": 0, "pending": [], "before": [*before, last]}
 
 
 def _epoch_plans(source: Source, order: Sequence[int] | np.ndarray, rows: Sequence[RowSize], cfg: DataConfig, epoch: int, position: int,

@@ -33,10 +33,11 @@ def save(run_dir: Path, state: State, data_state: Any, mesh: Mesh, keep: int, co
     """Write a complete checkpoint of `state` and every rank's `data_state`, then drop all but the newest `keep` and the best one."""
     final = run_dir / "checkpoints" / f"step_{state.step:08d}"
     temporary = final.with_suffix(".incomplete")
-    positions = gather_objects(data_state)
+    before = (data_state or {}).get("before", [])  # long, and the same on every rank
+    positions = gather_objects({key: value for key, value in (data_state or {}).items() if key != "before"})
     _on_first_rank(mesh, lambda: _prepare(temporary, state))
     dcp.save(_tensors(state), checkpoint_id=temporary)
-    meta = {"step": state.step, "world": mesh.world, "data": positions, "libraries": libraries(), "config": config}
+    meta = {"step": state.step, "world": mesh.world, "data": positions, "data_before": before, "libraries": libraries(), "config": config}
     _on_first_rank(mesh, lambda: _complete(temporary, final, meta, keep))
     return final
 
@@ -83,6 +84,12 @@ def _copy_rows(t: DTensor, whole: DTensor, real: int) -> None:
             first, count = chunk_bounds(count, t.device_mesh.size(i), t.device_mesh.get_local_rank(i))
     rows = whole.to_local()[min(first, real) : min(first + count, real)]
     t.to_local().zero_()[: len(rows)] = rows
+
+
+def data_states(meta: dict[str, Any]) -> list[dict[str, Any]]:
+    """The data position of every rank, out of meta.json; none if the run had read nothing."""
+    before = {"before": meta["data_before"]} if meta["data_before"] else {}
+    return [state | before for state in meta["data"] if state]
 
 
 def newest(run_dir: Path) -> Path | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from configs.schema import Config
 from data.loader import decoding_batches, empty_batch, make_loader, validation_batches
+from data.plan import resumed
 from data.sources import validation_names
 from data.tokenizer import Tokenizer
 from kernels.linear import use_libraries
@@ -262,12 +263,12 @@ def resume(cfg: Config, state: State, mesh: Mesh) -> tuple[State, Any, list[str]
         return state, None, []
     tables = {name: p.drawn for name, p in params.named_leaves(speech_lm.spec(cfg)) if p.drawn is not None}
     state, meta = checkpoint.load(path, state, mesh, tables)
-    if meta["world"] != mesh.world:
-        raise checkpoint.CheckpointError(
-            f"{path} holds the data positions of {meta['world']} processes and there are {mesh.world}; "
-            f"start {meta['world']} processes, or a new run_dir")
     use_libraries(meta.get("libraries", {}))
     notes, total = [f"resuming from {path} at step {state.step}"], meta["config"]["train"]["steps"]
     if total != cfg.train.steps:
         notes.append(f"train.steps is {cfg.train.steps} and was {total}: from here on the learning rate follows the new schedule")
-    return state, meta["data"][mesh.rank], notes
+    states = checkpoint.data_states(meta)
+    if states and states[0]["world"] != mesh.dp:
+        notes.append(f"{mesh.dp} data-parallel ranks share what {states[0]['world']} left of the epoch, and a step has {mesh.dp} x "
+                     f"{cfg.train.accumulate} rows; set train.accumulate if it should have as many as before")
+    return state, resumed(states, mesh.dp_rank, mesh.dp) if states else None, notes

@@ -1,5 +1,7 @@
 import itertools
 import json
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from configs.schema import RowSize
 from data.errors import DataError
 from data.loader import decoding_batches, empty_batch, file_batches, make_loader, validation_batches
 from data.packing import IGNORE, Load
-from data.plan import take
+from data.plan import resumed, take
 from data.tokenizer import load_tokenizer
 from data.workers import Made
 from tests.data.files import RATE, config, digit_config, epochs, ids, noise, speech_manifest, write_audio, write_lines
@@ -98,6 +100,40 @@ def test_resuming_continues_exactly(manifest, kind, workers):
         assert ids(rest) == ids(whole[stop + 1 :])
         for one, two in zip(rest, whole[stop + 1 :], strict=True):
             same(one, two)
+
+
+@pytest.mark.parametrize("worlds", [(2, 3, 1), (3, 3, 2), (1, 4, 4)], ids=str)
+def test_another_number_of_processes_shares_what_is_left(manifest, worlds):
+    """Each utterance once in each of the epochs, though the ranks change twice within them, and at different points."""
+    cfg, seen = config(manifest, workers=0), Counter[str]()
+    states: list[dict[str, Any]] = []
+    for generation, world in enumerate(worlds):
+        own = [json.loads(json.dumps(resumed(states, rank, world))) if generation else None for rank in range(world)]
+        loaders = [make_loader(cfg, 3, rank, world, state) for rank, state in enumerate(own)]
+        last = generation == len(worlds) - 1
+        read = [list(itertools.takewhile(lambda batch: batch["state"]["epoch"] < 2, loader)) if last
+                else list(itertools.islice(loader, 1 + rank)) for rank, loader in enumerate(loaders)]
+        seen.update(f"{batch['state']['epoch']} {name}" for batches in read for batch in batches for name in batch["ids"])
+        states = [batches[-1]["state"] for batches in read if batches]
+    assert len(seen) == 2 * 40
+    assert set(seen.values()) == {1}
+
+
+def test_counts_of_what_was_skipped_outlive_another_number_of_processes():
+    ledgers = [{"epoch": 1, "delivered": 5, "skipped": 1, "counters": {"audio": 2, "text": r}} for r in (1, 4)]
+    states = [{"kind": "manifest", "seed": 0, "utterances": 9, "world": 2, "rank": rank, "epoch": 1, "position": 3, "pending": [],
+               "ledger": ledger} for rank, ledger in enumerate(ledgers)]
+    assert [resumed(states, rank, 3)["ledger"]["counters"] for rank in range(3)] == [
+        {"audio": 4, "text": 5}, {"audio": 0, "text": 0}, {"audio": 0, "text": 0}]
+
+
+def test_digit_strings_go_on_behind_the_last_one_used():
+    cfg = digit_config()
+    states = [list(itertools.islice(make_loader(cfg, 0, rank, 2), 2 + rank))[-1]["state"] for rank in range(2)]
+    used = max(state["index"] for state in states) * 2
+    first = [resumed(states, rank, 3)["index"] * 3 + rank for rank in range(3)]
+    assert min(first) >= used
+    assert max(first) < used + 6
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -20,5 +20,5 @@ def test_every_world_size_reads_the_same_numbers(run_dir: Path, processes: int) 
     result = torchrun(processes, "tests.dist.checkpoint_worker", "load", str(run_dir))
     assert result["different"] == []
     assert result["step"] == 7
-    assert result["meta"] == {"step": 7, "world": 4, "data": [{"position": r} for r in range(4)],
+    assert result["meta"] == {"step": 7, "world": 4, "data": [{"position": r} for r in range(4)], "data_before": [],
                               "libraries": dict.fromkeys(("nt", "nn", "tn"), "mkl"), "config": CONFIG}

@@ -39,11 +39,18 @@ def test_round_trip(tmp_path: Path, mesh: Mesh) -> None:
     path = save(tmp_path, 5, mesh, value=3.25)
     loaded, meta = checkpoint.load(path, state(0, mesh, 0.0), mesh)
     assert loaded.step == 5
-    assert meta["data"] == [{"position": 5}]
+    assert meta["data"] == checkpoint.data_states(meta) == [{"position": 5}]
     assert meta["libraries"] == dict.fromkeys(("nt", "nn", "tn"), "mkl")
     assert torch.equal(loaded.params["w"].full_tensor(), torch.full((2, 3), 3.25))
     assert torch.equal(loaded.buffers["b"], torch.full((2,), 3.25))
     assert torch.equal(loaded.second["w"].full_tensor(), torch.ones(2, 3))
+
+
+def test_what_earlier_ranks_left_is_stored_once(tmp_path: Path, mesh: Mesh) -> None:
+    position = {"position": 5, "before": [[{"rank": 0}]]}
+    _, meta = checkpoint.load(checkpoint.save(tmp_path, state(5, mesh), position, mesh, 2, {}), state(0, mesh), mesh)
+    assert meta["data"] == [{"position": 5}]
+    assert checkpoint.data_states(meta) == [position]
 
 
 def test_what_is_trained_must_be_what_was_trained(tmp_path: Path, mesh: Mesh) -> None:
