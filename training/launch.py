@@ -1,5 +1,6 @@
 """From the command line to a running job: refuse what cannot work, say what the run is, run it, report a failure in one sentence."""
 
+import fcntl
 import json
 import math
 import os
@@ -8,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import torch
 
@@ -132,9 +133,10 @@ def run(cfg: Config, device: torch.device) -> Outcome:
     use_libraries(from_first_rank(libraries()))  # all ranks multiply alike
     mesh = make_mesh(cfg.parallel, device)
     run_dir = Path(cfg.run_dir)
+    claim = claimed(run_dir, anew=cfg.train.resume == "never" or finished(cfg)) if mesh.rank == 0 else None
+    if from_first_rank(mesh.rank == 0 and claim is None):
+        raise RunError(f"run_dir={run_dir} belongs to a run that is still alive; wait for its end, or choose another folder")
     if mesh.rank == 0:
-        if cfg.train.resume == "never" or finished(cfg):
-            set_aside(run_dir)
         print(banner(summary(cfg, mesh)), flush=True)
     wait_for_all()
     job = Run(cfg, mesh, load_tokenizer(cfg.data), lambda step: Telemetry(run_dir, mesh.rank, cfg.train.steps, step))
@@ -142,6 +144,8 @@ def run(cfg: Config, device: torch.device) -> Outcome:
         return job.train()
     finally:
         job.telemetry.close()
+        if claim is not None:
+            claim.close()
 
 
 def finished(cfg: Config) -> bool:
@@ -150,11 +154,33 @@ def finished(cfg: Config) -> bool:
     return cfg.train.resume == "auto" and newest is not None and checkpoint.step_of(newest) >= cfg.train.steps
 
 
-def set_aside(run_dir: Path) -> None:
-    """Move an earlier run out of the way of one that starts anew."""
-    if (run_dir / "checkpoints").exists():
-        number = next(n for n in range(1, 1_000_000) if not run_dir.with_name(f"{run_dir.name}.old{n}").exists())
-        run_dir.rename(run_dir.with_name(f"{run_dir.name}.old{number}"))
+def claimed(run_dir: Path, anew: bool) -> TextIO | None:
+    """The lock on a run's folder, held until it is closed or the process ends; None if another process holds it.
+
+    :param anew: what is there is set aside first
+    """
+    lock = (run_dir / "lock").open("w")
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock not inherited by data workers, which may outlive a killed run
+    except (BlockingIOError, PermissionError):
+        lock.close()
+        return None
+    except OSError:
+        pass  # a file system without locks
+    if anew and set_aside(run_dir):
+        lock.close()
+        run_dir.mkdir()
+        return claimed(run_dir, anew=False)
+    return lock
+
+
+def set_aside(run_dir: Path) -> bool:
+    """Move an earlier run, if there is one, out of the way of one that starts anew."""
+    if not (run_dir / "checkpoints").exists():
+        return False
+    number = next(n for n in range(1, 1_000_000) if not run_dir.with_name(f"{run_dir.name}.old{n}").exists())
+    run_dir.rename(run_dir.with_name(f"{run_dir.name}.old{number}"))
+    return True
 
 
 def summary(cfg: Config, mesh: Mesh) -> RunSummary:

@@ -2,6 +2,8 @@
 
 import json
 import re
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -111,6 +113,30 @@ def test_a_run_with_nothing_left_is_finished(tmp_path: Path, resume: str, steps:
         folder.mkdir(parents=True)
         (folder / "meta.json").write_text("{}")
     assert launch.finished(cfg) is expected
+
+
+def test_a_folder_belongs_to_one_living_run(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    (run_dir / "checkpoints").mkdir(parents=True)
+    first = launch.claimed(run_dir, anew=True)
+    assert first is not None
+    assert (tmp_path / "run.old1" / "checkpoints").exists()
+    (run_dir / "checkpoints").mkdir()
+    with ProcessPoolExecutor(1, get_context("fork")) as another:
+        def finds(anew: bool) -> bool:
+            return another.submit(_claims, run_dir, anew).result()
+
+        assert not finds(anew=True)
+        assert (run_dir / "checkpoints").exists()
+        first.close()
+        assert finds(anew=False)
+
+
+def _claims(run_dir: Path, anew: bool) -> bool:
+    lock = launch.claimed(run_dir, anew)
+    if lock is not None:
+        lock.close()
+    return lock is not None
 
 
 def test_an_earlier_run_is_set_aside(tmp_path: Path) -> None:
