@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from kernels.launch import ARCHITECTURES
+from perf import graphs
 from perf.cases import UnknownOperation
 from training.host import keep_freed_memory
 
@@ -33,6 +34,9 @@ def _parser() -> argparse.ArgumentParser:
     cpu.add_argument("--rounds", type=int, default=15, help="timed passes of each")
     packing = commands.add_parser("packing", help="a packed row against a padded batch of the same utterances")
     packing.add_argument("--rounds", type=int, default=7, help="timed passes of each")
+    layouts = commands.add_parser("graphs", help="graphs, collectives and waits of the host in a step, by layout")
+    layouts.add_argument("--order", action="store_true", help="print what a step does in which order")
+    layouts.add_argument("--only", nargs="+", default=[], choices=list(graphs.LAYOUTS), metavar="LAYOUT", help=", ".join(graphs.LAYOUTS))
     gpu = commands.add_parser("gpu", help="operations at real shapes on a GPU, against other libraries")
     gpu.add_argument("--save", action="store_true", help="write table and plot to perf/results")
     tune = commands.add_parser("tune", help="time the candidates for tile sizes on a GPU and rewrite tuned.json")
@@ -69,6 +73,8 @@ def _run(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
             from perf import packing
 
             return packing.run(arguments.rounds)
+        case "graphs":
+            return graphs.run(arguments.only, arguments.order)
         case "gpu":
             from perf import gpu
 
