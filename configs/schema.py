@@ -151,6 +151,7 @@ class DataConfig:
     sample_rate: int = 16000  # Hz; other rates are resampled
     channels: str = "mean"  # mean | first | error, for files with several channels
     rows: list[RowSize] = field(default_factory=list)  # allowed row sizes, smallest first
+    multiple: int = 1  # the slots of an utterance are a multiple of this (and of 2 cp with parallel.cp_split=document)
     shuffle: bool = True  # draw a new order every epoch
     on_bad_audio: str = "fail"  # fail | skip: unreadable, empty or truncated audio
     on_bad_text: str = "fail"  # fail | skip: empty or non-string text
@@ -172,6 +173,7 @@ class ParallelConfig:
     dp_replicate: int = 1  # groups of processes that each keep a whole sharded copy of the state (HSDP)
     pp: int = 1  # stages of the pipeline, each with some of the layers
     cp: int = 1  # processes over which the slots of a row are split
+    cp_split: str = "row"  # row (cut as it is, nothing is padded) | document (each utterance is padded and cut: DualChunkSwap)
     tp: int = 1  # processes over which heads and hidden columns are split
     ep: int = 1  # processes over which the experts are split
     ep_dispatch: str = "allgather"  # allgather (static shapes) | alltoall (fewer bytes, but waits for the device)

@@ -7,7 +7,7 @@ reason) and state.
 
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -55,12 +55,14 @@ def validation_batches(cfg: DataConfig, name: str, rank: int, world: int) -> Ite
 
 def decoding_batches(cfg: DataConfig, name: str, rank: int, world: int) -> Iterator[Batch]:
     """The same of the prompts alone, long audio in pieces; `texts` are the references."""
+    cfg = replace(cfg, multiple=1)  # an answer follows at once
     return _one_pass(in_pieces(validation_source(cfg, name), cfg), cfg, rank, world)
 
 
 def file_batches(cfg: DataConfig, path: str | Path, rank: int, world: int) -> Iterator[Batch]:
     """The same of one audio file without a reference."""
     check(cfg)
+    cfg = replace(cfg, multiple=1)
     utterance, written = whole_file(path), writer(cfg)
     samples = count_samples(utterance.duration_sec, cfg.sample_rate)
     item = Item(utterance.id, "", written.prompt, (), (), load_of(len(written.prompt), 0, samples, 0, cfg.encoder), utterance)

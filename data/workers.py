@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from configs.schema import DataConfig
 from data.errors import DataError, UtteranceError, settle
-from data.packing import pack_row
+from data.packing import load_of, pack_row
 from data.plan import Plan, State
 from data.sources import example
 
@@ -55,13 +55,14 @@ class Rows(Dataset[Any]):
                     return end
             except Exception as error:
                 raise RuntimeError(f"while reading utterance {item.id}: {type(error).__name__}: {error}") from error
-        arrays = pack_row(examples, plan.row, self.cfg.encoder)
+        arrays = pack_row(examples, plan.row, self.cfg.encoder, self.cfg.multiple)
         batch: Batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
         batch["ids"] = [made.id for made in examples]
         batch["texts"] = texts
         batch["pieces"] = pieces
         batch["audio_sec"] = sum(len(made.samples) for made in examples) / self.cfg.sample_rate
-        batch["fill"] = float(arrays["cu_seqlens_U1"][-1]) / plan.row.tokens
+        used = sum(load_of(len(e.prompt), len(e.answer), len(e.samples), len(e.end), self.cfg.encoder).tokens for e in examples)
+        batch["fill"] = used / plan.row.tokens
         return Made(batch, tuple(dropped), plan.state)
 
 

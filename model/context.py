@@ -34,6 +34,7 @@ class Context:
     ep_group: ProcessGroup | None = None  # ranks over which the experts are split; None: all experts are here
     ep_dispatch: str = "allgather"  # how tokens reach the experts of other ranks, see parallel/expert.py
     cp_group: ProcessGroup | None = None  # ranks over which the token row is split; None: all slots are here
+    cp_split: str = "row"  # what is cut into the parts of these ranks, see parallel/sequence.py
     tp_group: ProcessGroup | None = None  # ranks over which heads and hidden columns are split; None: all are here
     split_group: ProcessGroup | None = None  # the ranks of both, over which the audio of the row is split; None: all of it is here
     draw: Tensor | None = None  # int64, number of this row among the rows of all steps: what random draws depend on

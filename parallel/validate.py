@@ -60,6 +60,7 @@ CHOICES = {
     "data.on_bad_text": ("fail", "skip"),
     "data.on_too_long": ("fail", "skip"),
     "model.encoder.kind": ("fastconformer", "whisper", "whisper_30s", "glm_asr", "glm_asr_30s"),
+    "parallel.cp_split": ("row", "document"),
     "parallel.ep_dispatch": ("allgather", "alltoall"),
     "train.activation_checkpointing": ("none", "selective", "full"),
     "train.activation_checkpointing_encoder": ("none", "selective", "full"),
@@ -71,7 +72,7 @@ CHOICES = {
 AT_LEAST_ONE = (
     "parallel.dp_replicate", "parallel.pp", "parallel.cp", "parallel.tp", "parallel.ep",
     "train.steps", "train.accumulate", "train.log_every", "train.keep_checkpoints", "generation.max_new_tokens",
-    "data.timeout_sec",
+    "data.timeout_sec", "data.multiple",
     "model.encoder.mel_bins", "model.encoder.d_model", "model.encoder.n_heads", "model.encoder.ff_expansion", "model.encoder.conv_kernel",
     "model.encoder.max_positions",
     "model.encoder.subsampling_channels", "model.decoder.d_model", "model.decoder.vocab_size", "model.decoder.n_heads",

@@ -48,14 +48,16 @@ def load(overrides: Sequence[str]) -> tuple[Config, list[str]]:
     for key in missing:
         OmegaConf.update(cfg, key, "")
     result: Any = OmegaConf.to_object(cfg)
-    _pad_vocabulary(result)
+    _fit_layout(result)
     return result, [f"{key} must be given: add {key}=... to the command" for key in missing]
 
 
-def _pad_vocabulary(cfg: Config) -> None:
-    """Under tensor parallelism every rank's rows of embedding and head are a multiple of 128."""
+def _fit_layout(cfg: Config) -> None:
+    """Under tensor parallelism every rank's rows of embedding and head are a multiple of 128; documents that are cut have equal parts."""
     if cfg.parallel.tp > 1 <= cfg.model.decoder.vocab_multiple:
         cfg.model.decoder.vocab_multiple = math.lcm(cfg.model.decoder.vocab_multiple, ROWS_A_RANK * cfg.parallel.tp)
+    if cfg.parallel.cp_split == "document" and cfg.parallel.cp > 1 <= cfg.data.multiple:
+        cfg.data.multiple = math.lcm(cfg.data.multiple, 2 * cfg.parallel.cp)
 
 
 def with_pretrained(cfg: DictConfig, overrides: Sequence[str]) -> None:

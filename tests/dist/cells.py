@@ -36,6 +36,7 @@ VARIANT = (
     "model.decoder.pattern=MWE-", "model.decoder.window=5", "model.encoder.conv_norm=batch_norm",
     "model.encoder.bias=false",  # of a bias before a batch norm the true gradient is 0
 )
+DOCUMENT = {"cp": 2, "cp_split": "document"}
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,9 @@ def cells() -> list[Cell]:
         Cell("cp 4", 4, {"cp": 4}, rows=2),
         Cell("cp 4, 2 Mamba groups", 4, {"cp": 4}, rows=2, model=("model.decoder.mamba_groups=2",)),
         Cell("cp 4, utterances of 1 to 698 tokens", 4, {"cp": 4}, rows=1, kind="lengths"),
+        Cell("cp 2, each document cut", 2, DOCUMENT, rows=2, model=("data.multiple=4",)),
+        Cell("cp 2, each document cut, utterances of 1 to 698 tokens", 2, DOCUMENT, rows=1, kind="lengths", model=("data.multiple=4",)),
+        Cell("cp 2, tp 2, ep 4, each document cut", 4, DOCUMENT | {"tp": 2, "ep": 4}, rows=2, model=("data.multiple=4",), quick=True),
         Cell("dp 2, tp 2", 4, {"tp": 2}, rows=2),
         Cell("dp 2, cp 2", 4, {"cp": 2}, rows=2),
         Cell("cp 2, tp 2", 4, {"cp": 2, "tp": 2}, rows=2, quick=True),
@@ -130,6 +134,7 @@ def cells() -> list[Cell]:
         Cell("hsdp 2 x 4, ep 4, zero 1", 8, {"dp_replicate": 2, "ep": 4, "zero_stage": 1}, rows=8),
         *compiled(2, "layer", {"zero 3": {}, "zero 2": {"zero_stage": 2}, "ep 2": {"ep": 2}, "tp 2": {"tp": 2}, "cp 2": {"cp": 2}}),
         *compiled(2, "layer", {"ep 2, all to all": {"ep": 2, "ep_dispatch": "alltoall"}}),
+        Cell("cp 2, each document cut, graphs of a layer", 2, DOCUMENT, compiled="layer", model=("data.multiple=4",)),
         *compiled(2, "step", {"zero 3": {}, "zero 0": {"zero_stage": 0}, "ep 2": {"ep": 2}, "tp 2": {"tp": 2}, "cp 2": {"cp": 2}}),
         Cell("ep 2, recomputed, graphs of a layer", 2, {"ep": 2}, own=CHECKPOINTED, compiled="layer"),
         Cell("tp 2, recomputed but for exchanges, graphs of a layer", 2, {"tp": 2}, own=SELECTIVE, compiled="layer"),
@@ -155,7 +160,7 @@ def batches(cfg: Config, cell: Cell) -> list[Batch]:
         else:
             seconds = [0.0] * 5 if number == 1 else rng.uniform(0.1, 1.2, size=2 + number % 3)
             examples = [_spoken(rng, sec, int(rng.integers(0, 4)), int(rng.integers(1, 3 + 7 * (number % 2)))) for sec in seconds]
-        made.append({name: torch.from_numpy(value) for name, value in pack_row(examples, cfg.data.rows[0]).items()})
+        made.append({name: torch.from_numpy(value) for name, value in pack_row(examples, cfg.data.rows[0], multiple=cfg.data.multiple).items()})
     return made
 
 

@@ -15,9 +15,9 @@ from parallel import sequence
 from tests.model.token_rows import token_row
 
 
-def contexts(lengths: list[int], padding: int, ranks: int) -> list[Context]:
+def contexts(lengths: list[int], padding: int, ranks: int, split: str = "row") -> list[Context]:
     """The view of each rank."""
-    whole = token_row(DecoderConfig(), lengths, padding)
+    whole = replace(token_row(DecoderConfig(), lengths, padding), cp_split=split)
     groups: list[Any] = [SimpleNamespace(size=lambda: ranks, rank=lambda r=r: r) for r in range(ranks)]
     return [replace(whole, cp_group=group) for group in groups]
 
@@ -31,12 +31,33 @@ def rank_slots(slots: int, ranks: int, rank: int) -> Tensor:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_rank_has_an_early_and_a_late_chunk(ranks: int) -> None:
     row = torch.arange(48)
-    parts = [sequence.own_slots(row, ctx) for ctx in contexts([48], 0, ranks)]
+    views = contexts([48], 0, ranks)
+    parts = [sequence.own_slots(row, ctx) for ctx in views]
     for rank, part in enumerate(parts):
         assert torch.equal(part, rank_slots(48, ranks, rank))
     stacked = torch.stack(parts)
-    assert torch.equal(sequence.in_row_order(stacked), row)
-    assert torch.equal(sequence.in_rank_order(row, ranks), stacked)
+    assert torch.equal(sequence.in_row_order(stacked, views[0]), row)
+    assert torch.equal(sequence.in_rank_order(row, views[0]), stacked)
+
+
+@pytest.mark.parametrize(("lengths", "padding", "ranks", "slots"), [  # as TransformerEngine cuts them
+    ([12, 8], 0, 2, ["0,1,2,9,10,11,12,13,18,19", "3,4,5,6,7,8,14,15,16,17"]),
+    ([16, 8, 24], 0, 4, ["0,1,14,15,16,23,24,25,26,45,46,47", "2,3,12,13,17,22,27,28,29,42,43,44",
+                         "4,5,10,11,18,21,30,31,32,39,40,41", "6,7,8,9,19,20,33,34,35,36,37,38"]),
+    ([4, 0, 4], 4, 2, ["0,3,4,7,8,11", "1,2,5,6,9,10"]),
+])
+def test_documents_are_cut_alike(lengths: list[int], padding: int, ranks: int, slots: list[str]) -> None:
+    views, row = contexts(lengths, padding, ranks, "document"), torch.arange(sum(lengths) + padding)
+    parts = [sequence.own_slots(row, ctx) for ctx in views]
+    assert [part.tolist() for part in parts] == [[int(slot) for slot in part.split(",")] for part in slots]
+    stacked = torch.stack(parts)
+    assert torch.equal(sequence.in_row_order(stacked, views[0]), row)
+    assert torch.equal(sequence.in_rank_order(row, views[0]), stacked)
+    x_RT, y_T = stacked.double().requires_grad_(), row.double().requires_grad_()
+    (dx_RT,) = torch.autograd.grad((sequence.in_row_order(x_RT, views[0]) * row).sum(), x_RT)
+    (dy_T,) = torch.autograd.grad((sequence.in_rank_order(y_T, views[0]) * stacked).sum(), y_T)
+    assert torch.equal(dx_RT, stacked.double())
+    assert torch.equal(dy_T, row.double())
 
 
 def test_tokens_between_layers_are_the_tensor_parallel_part_of_the_slots() -> None:
@@ -59,8 +80,18 @@ def test_tokens_between_layers_are_the_tensor_parallel_part_of_the_slots() -> No
 ])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_slot_sees_its_document_up_to_itself(lengths: list[int], padding: int, ranks: int) -> None:
-    slots = 48
-    for rank, ctx in enumerate(contexts(lengths, padding, ranks)):
+    check_pieces(contexts(lengths, padding, ranks), lengths)
+
+
+@pytest.mark.parametrize(("lengths", "padding"), [([8, 16, 8], 16), ([48], 0), ([], 48), ([8, 0, 0, 40], 0), ([8] * 6, 0)])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_slot_sees_its_document_where_documents_are_cut(lengths: list[int], padding: int, ranks: int) -> None:
+    check_pieces(contexts(lengths, padding, ranks, "document"), lengths)
+
+
+def check_pieces(views: list[Context], lengths: list[int]) -> None:
+    slots, ranks = 48, len(views)
+    for ctx in views:
         boundaries, segments, keys = sequence.pieces(ctx)
         assert boundaries[0] == 0
         assert boundaries[-1] == slots // ranks == len(segments)
@@ -68,7 +99,8 @@ def test_a_slot_sees_its_document_up_to_itself(lengths: list[int], padding: int,
         assert (keys.diff(dim=1) >= 0).all()
         pieces = torch.bucketize(torch.arange(len(segments)), boundaries[1:], right=True)
         assert torch.equal(pieces.to(segments.dtype), segments)
-        mine, row = rank_slots(slots, ranks, rank), torch.arange(slots)
+        row = torch.arange(slots)
+        mine = sequence.own_slots(row, ctx)
         same = (ctx.segments_T[mine, None] == ctx.segments_T) & (ctx.segments_T[mine, None] < len(lengths))
         assert torch.equal(_sees(slots, boundaries, segments, keys, True, None), same & (row <= mine[:, None]))
         near = same & (row <= mine[:, None]) & (row > mine[:, None] - 4)
