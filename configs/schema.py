@@ -179,6 +179,7 @@ class ParallelConfig:
     ep_dispatch: str = "allgather"  # allgather (static shapes) | alltoall (fewer bytes, but waits for the device)
     reshard_after_forward: bool = True  # free gathered weights after a layer's forward and gather them again in backward
     reshard_experts_after_forward: bool = True  # the same for the experts
+    reduce_dtype: str = "fp32"  # of gradients on their way: fp32 (or wider) | bf16 (half the bytes, sums are rounded)
     defer_grad_sync: bool | str = "auto"  # reduce gradients once a step, at the last micro-batch; auto: where the memory allows
 
 

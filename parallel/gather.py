@@ -49,6 +49,7 @@ class FlatGroup:
     shards: ProcessGroup
     copies: ProcessGroup | None  # ranks with the same shard, among which its gradient is summed
     dtype: torch.dtype  # of the whole weights
+    sums: torch.dtype | None  # in which gradients travel and are added up; None: fp32 or wider
     reshard: bool  # whether the whole weights go after forward and come again in backward
     trained: bool  # frozen weights have no gradient
     members: tuple[Member, ...]
@@ -74,7 +75,7 @@ class FlatGroup:
         flat = self.pack_grads(grads)
         if self.ranks > 1:
             flat = reduce_scatter(flat, self.shards)
-        return self.unpack_grads(flat if self.copies is None else all_reduce(flat, self.copies))
+        return self.unpack_grads(widen(flat if self.copies is None else all_reduce(flat, self.copies)))
 
     def pack(self, shards: Sequence[Tensor]) -> Tensor:
         """This rank's contribution to the all-gather: its (padded) parts one after the other, cast."""
@@ -93,13 +94,14 @@ class FlatGroup:
         return whole
 
     def pack_grads(self, grads: Sequence[Tensor]) -> Tensor:
-        """Whole gradients as the buffer, fp32 or wider, that reduce-scatter sums: rank r's parts in row r."""
+        """Whole gradients as the buffer that reduce-scatter sums: rank r's parts in row r."""
         rows = []
         for m, grad in zip(self.members, grads, strict=True):
             missing = self.ranks * m.chunk_shape[m.dim] - m.size
             if missing:
                 grad = F.pad(grad, [0, 0] * (grad.ndim - 1 - m.dim) + [0, missing])
-            rows.append(widen(grad).unflatten(m.dim, (self.ranks, -1)).movedim(m.dim, 0).reshape(self.ranks, -1))
+            grad = widen(grad) if self.sums is None else grad.to(self.sums)
+            rows.append(grad.unflatten(m.dim, (self.ranks, -1)).movedim(m.dim, 0).reshape(self.ranks, -1))
         return torch.cat(rows, 1).view(-1)
 
     def unpack_grads(self, flat: Tensor) -> list[Tensor]:
@@ -129,9 +131,11 @@ class Unit:
     """The parameters that are gathered together, usually one layer, and how. Static; made once.
 
     :param together: also put together what is split over tp, for a pass without gradients whose every rank computes all
+    :param sums: dtype in which gradients travel and are added up; None: fp32 or wider
     """
 
-    def __init__(self, leaves: Sequence[P], mesh: Mesh, dtype: torch.dtype, reshard: Reshard, together: bool = False):
+    def __init__(self, leaves: Sequence[P], mesh: Mesh, dtype: torch.dtype, reshard: Reshard, together: bool = False,
+                 sums: torch.dtype | None = None):
         members: dict[Any, list[Member]] = {}
         groups: dict[Any, FlatGroup] = {}
         for index, p in enumerate(leaves):
@@ -144,7 +148,7 @@ class Unit:
                 continue  # used as it is
             free = copied and mesh.world > 1 and (reshard.experts if "experts" in p.axes else reshard.dense)
             key = shards.group_name, copies and copies.group_name, free, p.trained  # meshes that share their ranks share a buffer
-            groups[key] = FlatGroup(shards, copies, dtype, free, p.trained, ())
+            groups[key] = FlatGroup(shards, copies, dtype, sums, free, p.trained, ())
             members.setdefault(key, []).append(_member(index, p, where, joined))
         self.groups = [replace(group, members=tuple(members[key])) for key, group in groups.items()]
         self.moved = [m.index for g in self.groups for m in g.members]  # order in which whole tensors come out

@@ -62,6 +62,7 @@ CHOICES = {
     "model.encoder.kind": ("fastconformer", "whisper", "whisper_30s", "glm_asr", "glm_asr_30s"),
     "parallel.cp_split": ("row", "document"),
     "parallel.ep_dispatch": ("allgather", "alltoall"),
+    "parallel.reduce_dtype": ("fp32", "bf16"),
     "train.activation_checkpointing": ("none", "selective", "full"),
     "train.activation_checkpointing_encoder": ("none", "selective", "full"),
     "model.encoder.conv_norm": ("batch_norm", "layer_norm"),

@@ -35,10 +35,12 @@ class Engine:
 
     :param bind: wraps every function of weights (see model.lora.binder)
     :param recompute: policy of activation checkpointing by the start of a unit's path
+    :param sums: dtype in which gradients travel and are added up; None: fp32 or wider
     """
 
     def __init__(self, spec: Tree, units: Iterator[tuple[str, ...]], mesh: Mesh, dtype: torch.dtype, reshard: Reshard,
-                 compile: CompileConfig, bind: Callable[[Function], Function] = _as_it_is, recompute: Mapping[str, str] | None = None):
+                 compile: CompileConfig, bind: Callable[[Function], Function] = _as_it_is, recompute: Mapping[str, str] | None = None,
+                 sums: torch.dtype | None = None):
         self.compile, self.bind, self.recompute = compile, bind, recompute or {}
         self.order = list(units)
         self.units: dict[tuple[str, ...], Unit] = {}
@@ -52,7 +54,7 @@ class Engine:
             self.paths[key] = [f"{path}.{name}" for path in key for name, _ in params.named_leaves(params.subtree(spec, path))]
             last = key == self.order[-1]  # backward starts with it at once
             keep = Reshard(False, False) if last else reshard
-            self.units[key] = Unit(leaves, mesh, dtype, keep)
+            self.units[key] = Unit(leaves, mesh, dtype, keep, sums=sums)
             self.joined[key] = self.units[key] if mesh.tensor is None else Unit(leaves, mesh, dtype, keep, together=True)
         self._compiled: dict[Function, Function] = {}
         # about the transform in the features, which is a call into a library and no loss

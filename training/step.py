@@ -70,7 +70,9 @@ def make_engine(cfg: Config, mesh: Mesh) -> Engine:
     reshard = Reshard(cfg.parallel.reshard_after_forward and not keeps, cfg.parallel.reshard_experts_after_forward and not keeps)
     bind = {"bind": lora.binder(cfg.model.lora)} if cfg.model.lora.rank else {}
     recompute = {"encoder.": cfg.train.activation_checkpointing_encoder, "decoder.layers.": cfg.train.activation_checkpointing}
-    return Engine(speech_lm.spec(cfg), speech_lm.units(cfg), mesh, DTYPES[cfg.precision], reshard, cfg.compile, recompute=recompute, **bind)
+    sums = torch.bfloat16 if cfg.parallel.reduce_dtype == "bf16" else None
+    return Engine(speech_lm.spec(cfg), speech_lm.units(cfg), mesh, DTYPES[cfg.precision], reshard, cfg.compile, recompute=recompute,
+                  sums=sums, **bind)
 
 
 def state_dtype(cfg: Config) -> torch.dtype:

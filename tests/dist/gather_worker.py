@@ -148,12 +148,13 @@ def cast(call: Pass, dtype: torch.dtype) -> Any:
     return lambda key, fn, x: call(key, fn, x.to(dtype))
 
 
-def gradient_sum_error(dtype: torch.dtype) -> float:
+def gradient_sum_error(dtype: torch.dtype, sums: torch.dtype | None = None) -> float:
     """Of a gradient whose parts bf16 holds and whose sum it does not: 1 from rank 0, 2^-9 from every other."""
     mesh, p = make_mesh(ParallelConfig(), torch.device("cpu")), P((8,), ("embed",), "ones")
     shard = sharding.local({"w": sharding.shard(p, torch.ones(8), mesh)})["w"].requires_grad_()
-    (whole,) = gather.Use(gather.Unit([p], mesh, dtype, gather.Reshard(False, False)), [shard]).weights()
+    (whole,) = gather.Use(gather.Unit([p], mesh, dtype, gather.Reshard(False, False), sums=sums), [shard]).weights()
     (grad,) = torch.autograd.grad((whole * (1.0 if mesh.rank == 0 else 2.0**-9)).sum(), shard)
+    assert grad.dtype == torch.float32
     return (grad - (1 + (mesh.world - 1) * 2.0**-9)).abs().max().item()
 
 
@@ -196,7 +197,8 @@ if __name__ == "__main__":
         "objects": collectives.gather_objects(rank), "first": collectives.gather_objects(collectives.from_first_rank(f"rank {rank}")),
     }
     results |= {"flags": flags, "step_scope": measure_step_scope(), "frozen": measure_frozen(), "kept": kept_without_backward(),
-                "gradient_sum_error": gradient_sum_error(torch.bfloat16)}
+                "gradient_sum_error": gradient_sum_error(torch.bfloat16),
+                "rounded_sum_error": gradient_sum_error(torch.bfloat16, torch.bfloat16)}
     if rank == 0:
         print(json.dumps(results))
     dist.destroy_process_group()
