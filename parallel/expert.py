@@ -7,7 +7,7 @@ is read on the host, once a layer and pass, because the sizes of the exchange de
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -60,8 +60,43 @@ def plan(ids_TK: Tensor, n_local: int, group: ProcessGroup) -> Plan:
 
 def _by_all_to_all(experts: Experts, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, n_local: int, group: ProcessGroup) -> Tensor:
     p = plan(ids_TK, n_local, group)
-    x_RD, weights_RK = (all_to_all_grad(t[p.token_R], group, p.received, p.sent) for t in (x_TD, weights_TK))
+    x_RD, weights_RK = (all_to_all_grad(spread(t, p.token_R, p.slots_TW), group, p.received, p.sent) for t in (x_TD, weights_TK))
     ids_RK = all_to_all(ids_TK[p.token_R], p.received, p.sent, group)
     y_RD = experts(x_RD, ids_RK - group.rank() * n_local, weights_RK)
-    back_RD = all_to_all_grad(y_RD.contiguous(), group, p.sent, p.received)
-    return F.embedding_bag(p.slots_TW, F.pad(back_RD, (0, 0, 0, 1)), mode="sum")
+    return combine(all_to_all_grad(y_RD.contiguous(), group, p.sent, p.received), p.token_R, p.slots_TW)
+
+
+def spread(x_TD: Tensor, token_R: Tensor, slots_TW: Tensor) -> Tensor:
+    """The rows of tokens that travel. Gradients are added up in the order of ranks, where compilers would use atomic operations. [R, D]"""
+    return _Spread.apply(x_TD, token_R, slots_TW)
+
+
+def combine(back_RD: Tensor, token_R: Tensor, slots_TW: Tensor) -> Tensor:
+    """For each token the sum of its rows, in the order of ranks; the inverse way of `spread`. [T, D]"""
+    return _Combine.apply(back_RD, token_R, slots_TW)
+
+
+def _sum_rows(back_RD: Tensor, slots_TW: Tensor) -> Tensor:
+    return F.embedding_bag(slots_TW, F.pad(back_RD, (0, 0, 0, 1)), mode="sum")  # a slot of R is no row
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, token_R: Tensor, slots_TW: Tensor) -> Tensor:
+        ctx.save_for_backward(slots_TW)
+        return x_TD[token_R]
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor) -> Any:
+        return _sum_rows(grad_RD, *ctx.saved_tensors), None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, back_RD: Tensor, token_R: Tensor, slots_TW: Tensor) -> Tensor:
+        ctx.save_for_backward(token_R)
+        return _sum_rows(back_RD, slots_TW)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> Any:
+        return grad_TD[ctx.saved_tensors[0]], None, None
