@@ -36,6 +36,8 @@ VARIANT = (
     "model.decoder.pattern=MWE-", "model.decoder.window=5", "model.encoder.conv_norm=batch_norm",
     "model.encoder.bias=false",  # of a bias before a batch norm the true gradient is 0
 )
+ADAPTERS = ("model.lora.rank=3", "model.lora.dora=true", "model.lora.dropout=0.2", "model.decoder.moe_latent=12",
+            r"model.lora.targets=['encoder\.','projector','decoder\.layers\.[013]\.','decoder\.layers\.2\.(shared|latent)']")
 DOCUMENT = {"cp": 2, "cp_split": "document"}
 
 
@@ -119,6 +121,7 @@ def cells() -> list[Cell]:
         Cell("dp 2, cp 2", 4, {"cp": 2}, rows=2),
         Cell("cp 2, tp 2", 4, {"cp": 2, "tp": 2}, rows=2, quick=True),
         Cell("cp 2, tp 2, swiglu, tied, biases, norms of heads and batches, 1 Mamba group", 4, {"cp": 2, "tp": 2}, rows=2, model=VARIANT, quick=True),
+        Cell("cp 2, tp 2, adapters with row lengths and dropout", 4, {"cp": 2, "tp": 2}, rows=2, model=ADAPTERS, quick=True),
         Cell("dp 2, cp 2, ep 4", 4, {"cp": 2, "ep": 4}, rows=4, quick=True),
         Cell("hsdp 2 x 1, tp 2, ep 2", 4, {"dp_replicate": 2, "tp": 2, "ep": 2}, quick=True),
         Cell("ep 2, recomputed", 2, {"ep": 2}, own=CHECKPOINTED),
