@@ -1,13 +1,15 @@
-"""Every layout against one process: `python -m tests.dist.matrix [--precision fp32|fp64] [--cells PATTERN] [--backend NAME]`; the last line is one
-JSON object.
+"""Every layout against one process: `python -m tests.dist.matrix [--precision fp32|fp64] [--cells PATTERN] [--backend NAME] [--write]`;
+the last line is one JSON object.
 
-The cells of one world size run one after the other in the same processes. Without --cells the table of docs/parallelism.md is written anew.
+The cells of one world size run one after the other in the same processes. --write enters what has passed into the table of
+docs/parallelism.md: of fp32 the four errors, of fp64 the largest of them.
 """
 
 import argparse
 import fnmatch
 import json
 import math
+import re
 import tempfile
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +25,7 @@ BARS = {  # errors above which a cell has failed
     "fp32": {"loss_error": 1e-6, "gradient_error": 1e-5, "norm_error": 1e-6, "state_error": 1e-4},
     "fp64": {"loss_error": 1e-9, "gradient_error": 1e-9, "norm_error": 1e-9, "state_error": 1e-9},
 }
+COLUMNS = ("cell", "processes", "run", "loss", "gradients", "norm", "state after 3 steps", "fp64, largest")
 PAGE, START, END = ROOT / "docs/parallelism.md", "<!-- matrix -->", "<!-- end of matrix -->"
 
 
@@ -54,12 +57,17 @@ def summary(results: dict[str, dict[str, Any]], precision: str) -> dict[str, Any
     return {"cells": len(results), "failed": [name for name, r in results.items() if failed(r, precision)], **worst}
 
 
-def table(chosen: Sequence[Cell], results: dict[str, dict[str, Any]], precision: str, backend: str) -> str:
-    """The rows of docs/parallelism.md."""
-    lines = [f"| cell ({precision}) | processes | run | loss | gradients | norm | state after 3 steps |", "|---|---|---|---|---|---|---|"]
-    for cell in chosen:
-        figures = [f"{results[cell.name][name]:.1e}" for name in BARS[precision]]
-        lines.append(f"| {cell.name} | {cell.world} | {backend if cell.compiled else 'eager'} | {' | '.join(figures)} |")
+def table(before: str, results: dict[str, dict[str, Any]], precision: str, backend: str) -> str:
+    """The rows of docs/parallelism.md with the errors of the cells that have passed; the others stay as they were, if there is such a cell."""
+    known = {row[0]: row for row in ([part.strip() for part in line.strip("| ").split(" | ")] for line in before.splitlines()[2:])}
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    for cell in cells():
+        row = known.get(cell.name, ["-"] * len(COLUMNS))
+        if cell.name in results and not failed(results[cell.name], precision):
+            errors = [f"{results[cell.name][name]:.1e}" for name in BARS[precision]]
+            row[:3] = cell.name, str(cell.world), backend if cell.compiled else "eager"
+            row[3:] = [*errors, row[-1]] if precision == "fp32" else [*row[3:-1], max(errors, key=float)]
+        lines += [f"| {' | '.join(row)} |"] if row[0] != "-" else []
     return "\n".join(lines)
 
 
@@ -68,6 +76,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=BARS, default="fp32")
     parser.add_argument("--cells", default="*")
     parser.add_argument("--backend", default="inductor")
+    parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     chosen = [cell for cell in cells() if fnmatch.fnmatch(cell.name, options.cells)]
     results = measure(chosen, options.precision, options.backend)
@@ -75,10 +84,9 @@ def main() -> None:
     for name, result in results.items():
         marks = result.get("failure") or "  ".join(f"{key} {result[key]:.1e}" for key in BARS[options.precision])
         print(f"{'FAILED' if name in figures['failed'] else 'ok    '} {name}: {marks}")
-    if options.cells == "*" and options.precision == "fp32" and not figures["failed"]:
-        text = PAGE.read_text()
-        before, after = text.split(START)[0], text.split(END)[1]
-        PAGE.write_text(f"{before}{START}\n{table(chosen, results, options.precision, options.backend)}\n{END}{after}")
+    if options.write:
+        before, rows, after = re.split(f"{START}\n|\n{END}", PAGE.read_text())
+        PAGE.write_text(f"{before}{START}\n{table(rows, results, options.precision, options.backend)}\n{END}{after}")
     print(json.dumps(figures | {"failed": len(figures["failed"])}))
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.dist.cells import cells
-from tests.dist.matrix import BARS, failed, measure, summary
+from tests.dist.matrix import BARS, COLUMNS, failed, measure, summary, table
 
 QUICK = [cell for cell in cells() if cell.quick]
 UNITS = 10  # subsampling, 1 encoder layer, CTC head, projector, embedding, 4 decoder layers, head
@@ -49,3 +49,14 @@ def test_summary_names_what_failed() -> None:
     assert found["cells"] == 4
     assert found["failed"] == ["b", "c", "d"]
     assert found["max_loss_error"] == 2e-6
+
+
+def test_the_table_keeps_rows_that_were_not_measured() -> None:
+    names = [cell.name for cell in cells()[:3]]
+    good = dict.fromkeys(BARS["fp32"], 1e-12)
+    rows = table("", {names[0]: good, names[1]: good}, "fp32", "inductor")
+    rows = table(rows, {names[1]: good | {"loss_error": 2e-10}, names[2]: {"failure": "x"}}, "fp64", "inductor")
+    assert rows.splitlines() == [
+        f"| {' | '.join(COLUMNS)} |", "|---|---|---|---|---|---|---|---|",
+        f"| {names[0]} | 2 | eager | 1.0e-12 | 1.0e-12 | 1.0e-12 | 1.0e-12 | - |",
+        f"| {names[1]} | 2 | eager | 1.0e-12 | 1.0e-12 | 1.0e-12 | 1.0e-12 | 2.0e-10 |"]
