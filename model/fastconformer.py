@@ -123,16 +123,17 @@ def _attention_spec(cfg: EncoderConfig) -> dict[str, Any]:
 def _attention(w: Weights, x_AD: Tensor, ctx: Context) -> Tensor:
     heads = (ctx.encoder.n_heads, -1)
     q, k, v = (_linear(w[f"linear_{name}"], x_AD).unflatten(1, heads) for name in "qkv")
-    positions = relative_positions(ctx.utterance_frames, ctx.encoder.d_model, x_AD.device).to(ctx.dtype)
+    wide = torch.promote_types(ctx.dtype, torch.float32)
+    positions = relative_positions(ctx.utterance_frames, ctx.encoder.d_model, x_AD.device, wide).to(ctx.dtype)
     table = _linear(w["linear_pos"], positions).unflatten(1, heads)
     mixed = relative_attention(q, k, v, table, w["pos_bias_u"], w["pos_bias_v"], layout(ctx))
     return _linear(w["linear_out"], mixed.flatten(1))
 
 
-def relative_positions(frames: int, d_model: int, device: torch.device) -> Tensor:
-    """fp32 [2 * frames - 1, D]: sine (even columns) and cosine (odd) of the distances frames - 1, ..., -(frames - 1)."""
-    distances = torch.arange(frames - 1, -frames, -1, dtype=torch.float32, device=device)
-    frequencies = torch.exp(torch.arange(0, d_model, 2, dtype=torch.float32, device=device) * (-math.log(10000.0) / d_model))
+def relative_positions(frames: int, d_model: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[2 * frames - 1, D]: sine (even columns) and cosine (odd) of the distances frames - 1, ..., -(frames - 1)."""
+    distances = torch.arange(frames - 1, -frames, -1, dtype=dtype, device=device)
+    frequencies = torch.exp(torch.arange(0, d_model, 2, dtype=dtype, device=device) * (-math.log(10000.0) / d_model))
     angles = distances[:, None] * frequencies
     return torch.stack((angles.sin(), angles.cos()), -1).flatten(1)
 

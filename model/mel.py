@@ -27,7 +27,7 @@ _STD_GUARD = 1e-5
 def log_mel(audio_S: Tensor, ctx: Context) -> Tensor:
     """Features [8 * A, M], fp32 or wider, of samples [1280 * A]: mean 0 and std 1 a bin over each utterance's frames, zeros elsewhere."""
     power = _power_spectrum(audio_S.to(torch.promote_types(ctx.dtype, torch.float32)), ctx)
-    mel = torch.log(linear(power, mel_filterbank(ctx.encoder.mel_bins, audio_S.device).to(power.dtype)) + _LOG_GUARD)
+    mel = torch.log(linear(power, mel_filterbank(ctx.encoder.mel_bins, audio_S.device, dtype=power.dtype)) + _LOG_GUARD)
     return _normalise(mel, ctx)
 
 
@@ -44,14 +44,14 @@ def _power_spectrum(audio_S: Tensor, ctx: Context) -> Tensor:
     return torch.view_as_real(torch.fft.rfft(emphasised * window)).square().sum(-1)
 
 
-def mel_filterbank(mel_bins: int, device: torch.device, fft_samples: int = _FFT_SAMPLES) -> Tensor:
-    """[mel_bins, fft_samples / 2 + 1] fp32: triangles of unit area (in Hz) between 0 and 8 kHz, equally spaced on Slaney's scale."""
+def mel_filterbank(mel_bins: int, device: torch.device, fft_samples: int = _FFT_SAMPLES, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[mel_bins, fft_samples / 2 + 1]: triangles of unit area (in Hz) between 0 and 8 kHz, equally spaced on Slaney's scale."""
     top = _slaney_mel(SAMPLE_RATE / 2)
     edges = _slaney_hz(torch.linspace(0.0, top, mel_bins + 2, dtype=torch.float64, device=device))
     bins = torch.arange(fft_samples // 2 + 1, dtype=torch.float64, device=device) * (SAMPLE_RATE / fft_samples)
     low, centre, high = edges[:-2, None], edges[1:-1, None], edges[2:, None]
     triangles = torch.minimum((bins - low) / (centre - low), (high - bins) / (high - centre)).clamp(min=0.0)
-    return (triangles * (2.0 / (high - low))).float()
+    return (triangles * (2.0 / (high - low))).to(dtype)
 
 
 def _slaney_mel(hz: float) -> float:

@@ -22,7 +22,7 @@ _RANGE = 8.0  # decades below an utterance's loudest bin that are kept
 def log_mel(audio_S: Tensor, ctx: Context) -> Tensor:
     """Features [8 * A, M], fp32 or wider, of samples [1280 * A], zeros outside utterances."""
     power = torch.view_as_real(torch.fft.rfft(_windows(audio_S.to(torch.promote_types(ctx.dtype, torch.float32)), ctx))).square().sum(-1)
-    loudness = linear(power, mel_filterbank(ctx.encoder.mel_bins, audio_S.device, _FFT_SAMPLES).to(power.dtype)).clamp(min=_FLOOR).log10()
+    loudness = linear(power, mel_filterbank(ctx.encoder.mel_bins, audio_S.device, _FFT_SAMPLES, power.dtype)).clamp(min=_FLOOR).log10()
     floor = spread(_loudest(loudness.amax(-1), ctx) - _RANGE, MEL_PER_FRAME, ctx)[:, None]
     real = valid_slots(COUNTING[ctx.encoder.kind].mel(ctx.audio_samples_U), MEL_PER_FRAME, ctx)[:, None]
     return torch.where(real, (torch.maximum(loudness, floor) + 4.0) / 4.0, 0.0)

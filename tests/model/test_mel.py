@@ -24,7 +24,7 @@ def alone(wave: Tensor, mel_bins: int) -> Tensor:
     window = torch.hann_window(400, periodic=False, dtype=torch.float64)
     spectrum = torch.stft(emphasised, 512, 160, 400, window, center=True, pad_mode="constant", return_complex=True)
     frames = len(wave) // 160
-    mel = torch.log(mel_filterbank(mel_bins, CPU).double() @ spectrum.abs().square() + 2**-24)[:, :frames].T
+    mel = torch.log(mel_filterbank(mel_bins, CPU, dtype=torch.float64) @ spectrum.abs().square() + 2**-24)[:, :frames].T
     std = mel.std(0) if frames > 1 else torch.zeros(mel_bins, dtype=torch.float64)
     return (mel - mel.mean(0)) / (std + 1e-5)
 
