@@ -266,7 +266,7 @@ def test_long_audio_is_cut_at_quiet_moments_and_nothing_is_lost(tmp_path):
     assert len(found) == 8
     assert torch.equal(torch.cat(pieces), torch.from_numpy(audio[:, 0]))
     cuts = torch.cumsum(torch.tensor([len(piece) for piece in pieces]), 0)[:-1] / RATE
-    assert (cuts - torch.tensor(quiet_sec)).abs().max() < 0.02
+    assert (cuts - torch.tensor(quiet_sec)).abs().max() <= 0.01 + 1 / RATE  # the middle of 20 ms, all of them silent
     assert len(found["short", 0]) == RATE // 2
 
 

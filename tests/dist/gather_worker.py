@@ -1,6 +1,7 @@
 """Under torchrun: a small model of uneven parameters, gathered and reduced by parallel/gather.py, against the same model unsharded."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -87,7 +88,7 @@ def measure(reshard: bool, dtype: torch.dtype) -> dict[str, Any]:
         loss = run(call, own_input())
         grads = torch.autograd.grad(loss, list(leaves.values()))
     counts = {str(op).rpartition(".")[2]: n for op, n in comms.get_comm_counts().items()}
-    return {**errors(mesh, loss, dict(zip(leaves, grads, strict=True))), "live_max": live.most, "counts": counts}
+    return {**errors(mesh, loss, dict(zip(leaves, grads, strict=True))), "live_max": live.most, "late": live.late, "counts": counts}
 
 
 def measure_frozen() -> dict[str, Any]:
@@ -159,12 +160,13 @@ def gradient_sum_error(dtype: torch.dtype, sums: torch.dtype | None = None) -> f
 
 
 class LiveMeter:
-    """The largest number of uses whose gathered weights were in memory at once, by their storages."""
+    """The largest number of uses whose gathered weights were in memory at once, by their storages; and how many units that gather again
+    still had them when their gradients were reduced."""
 
     def __enter__(self) -> "LiveMeter":
         self.uses: set[gather.Use] = set()
-        self.most = 0
-        self.originals = gather.Use.start, gather.Use.finish
+        self.most = self.late = 0
+        self.originals = gather.Use.start, gather.Use.finish, gather.Unit.reduce
 
         def start(use: gather.Use) -> None:
             self.originals[0](use)
@@ -175,7 +177,11 @@ class LiveMeter:
             self.count(use)
             return whole
 
-        gather.Use.start, gather.Use.finish = start, finish  # type: ignore[method-assign,assignment]
+        def reduce(unit: gather.Unit, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+            self.late += unit.reshard and any(use.live for use in self.uses if use.unit is unit)
+            return self.originals[2](unit, grads)
+
+        gather.Use.start, gather.Use.finish, gather.Unit.reduce = start, finish, reduce  # type: ignore[method-assign,assignment]
         return self
 
     def count(self, use: gather.Use) -> None:
@@ -183,7 +189,7 @@ class LiveMeter:
         self.most = max(self.most, sum(u.live for u in self.uses))
 
     def __exit__(self, *exc: object) -> None:
-        gather.Use.start, gather.Use.finish = self.originals  # type: ignore[method-assign]
+        gather.Use.start, gather.Use.finish, gather.Unit.reduce = self.originals  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ def test_gathered_equals_unsharded(processes: int) -> None:
     assert results["reshard_fp32"]["counts"] == {"all_gather_into_tensor": 9, "reduce_scatter_tensor": 5}
     assert results["keep_fp32"]["counts"] == {"all_gather_into_tensor": 5, "reduce_scatter_tensor": 5}
     assert results["reshard_fp32"]["live_max"] == results["reshard_bf16"]["live_max"] == 2
+    assert results["reshard_fp32"]["late"] == results["reshard_bf16"]["late"] == 0
     assert results["keep_fp32"]["live_max"] == 5
     assert results["frozen"]["counts"] == {"all_gather_into_tensor": 9, "reduce_scatter_tensor": 2}  # two trained layers
     assert results["frozen"]["live_max"] == 2

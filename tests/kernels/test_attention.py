@@ -202,6 +202,18 @@ def test_context_parallel_is_the_undivided_call(implementation, divided):
     assert_close(dict(zip(NAMES, got, strict=True)), expected, 1e-12)
 
 
+@pytest.mark.parametrize("implementation", FAST)
+def test_gradients_of_keys_are_added_up_in_fp32(implementation):
+    """300 documents of one row add 1/2 each to the gradients of the same two keys: sums in bf16 would stop at 128."""
+    q, k, v = torch.ones(300, 1, 1), torch.zeros(2, 1, 1), torch.tensor([1.0, -1.0]).view(2, 1, 1)
+    q, k, v = (t.bfloat16().requires_grad_() for t in (q, k, v))
+    out, _ = attention(q, k, v, torch.arange(301).int(), segments_T=torch.arange(300).int(), scale=1.0, implementation=implementation,
+                       keys_2U=torch.tensor([[0], [2]]).expand(2, 300).int())
+    dk, dv = torch.autograd.grad(out.sum(), (k, v))
+    assert dk.flatten().tolist() == [150.0, -150.0]
+    assert dv.flatten().tolist() == [150.0, 150.0]
+
+
 @pytest.mark.parametrize("implementation", EVERYWHERE)
 @pytest.mark.parametrize("heads, groups", [(1, 1), (6, 6), (6, 3), (5, 1)])
 def test_heads_that_share_keys(heads, groups, implementation):

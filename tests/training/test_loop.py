@@ -63,3 +63,16 @@ def test_the_best_checkpoint_has_the_lowest_validation_loss(tmp_path: Path, monk
         monkeypatch.setattr(loop.evaluation, "validation_loss", lambda *args, left=left: {"loss": left.pop(0)})
         run.validate()
     assert marked == [("step_00000001", 4.0), ("step_00000002", 3.0), ("step_00000004", 2.5)]
+
+
+def test_every_rank_resumes_from_its_own_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of dp 2 x cp 2 ranks, of which pairs share their rows."""
+    cfg, _ = config.load(["+experiment=digits", "train.resume=here", "train.steps=20"])
+    states = [{"world": 2, "rank": rank // 2, "epoch": 0, "index": 5 + rank // 2} for rank in range(4)]
+    meta = {"data": states, "data_before": None, "config": {"train": {"steps": 20}}}
+    monkeypatch.setattr(loop.checkpoint, "load", lambda path, state, mesh, tables: (State(7, {}, {}, {}, {}), meta))
+    for rank in range(4):
+        mesh: Any = SimpleNamespace(rank=rank, dp=2, dp_rank=rank // 2)
+        state, position, notes = loop.resume(cfg, State(0, {}, {}, {}, {}), mesh)
+        assert (state.step, position) == (7, states[rank])
+        assert notes == ["resuming from here at step 7"]

@@ -1,6 +1,8 @@
 """One training step on one process against plain formulas: the global mean loss, torch's AdamW, and the buffers of every layer."""
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from parallel.mesh import Mesh, make_mesh, start_processes
 from tests.dist.first import gradient_error
 from tests.dist.first_worker import rows
 from training import config
+from training import step as step_module
 from training.engine import Engine, Pass
 from training.state import State, init_state
 from training.step import make_context, make_engine, make_gradients, make_step
@@ -140,3 +143,25 @@ def test_adapters_alone_are_trained_and_dropout_is_drawn_anew_in_every_row_and_s
     before = {name: w.full_tensor().clone() for name, w in state.params.items()}
     after, _ = step(state, batches)
     assert {name for name, w in after.params.items() if not torch.equal(w.full_tensor(), before[name])} == set(state.trained)
+
+
+def test_rows_are_numbered_by_step_and_data_rank_so_that_ranks_that_share_one_draw_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six steps of two rows on each of dp 3 x cp 2 ranks: what random draws depend on is another number for each row."""
+    cfg, _ = config.load([*SMALL, "train.accumulate=2", "parallel.defer_grad_sync=false"])
+    weight = torch.ones(2, requires_grad=True)
+    seen: dict[tuple[int, int, int], set[int]] = {}
+
+    def loss(cfg: Any, mesh: Any, engine: Any, leaves: Any, batch: Any, counts: Any, shared: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        seen.setdefault((number, int(batch["row"]), mesh.dp_rank), set()).add(int(batch["draw"]))
+        return weight.sum(), {}
+
+    monkeypatch.setattr(step_module, "row_loss", loss)
+    monkeypatch.setattr(step_module, "label_counts", lambda batches, mesh: {})
+    for rank in range(6):
+        mesh: Any = SimpleNamespace(rank=rank, world=6, dp=3, dp_rank=rank // 2, device=torch.device("cpu"))
+        gradients = make_gradients(cfg, mesh, None)  # type: ignore[arg-type]
+        for number in range(6):
+            state: Any = SimpleNamespace(step=number, trained=["w"], leaves=lambda: {"w": weight})
+            gradients(state, [{"row": torch.tensor(row)} for row in range(2)])
+    assert len(seen) == 6 * 2 * 3
+    assert sorted(draw for draws in seen.values() for draw in draws) == list(range(6 * 2 * 3))
