@@ -121,7 +121,7 @@ def cells() -> list[Cell]:
         Cell("dp 2, cp 2", 4, {"cp": 2}, rows=2),
         Cell("cp 2, tp 2", 4, {"cp": 2, "tp": 2}, rows=2, quick=True),
         Cell("cp 2, tp 2, swiglu, tied, biases, norms of heads and batches, 1 Mamba group", 4, {"cp": 2, "tp": 2}, rows=2, model=VARIANT, quick=True),
-        Cell("cp 2, tp 2, adapters with row lengths and dropout", 4, {"cp": 2, "tp": 2}, rows=2, model=ADAPTERS, quick=True),
+        Cell("cp 2, tp 2, adapters with row lengths and dropout", 4, {"cp": 2, "tp": 2}, rows=2, model=ADAPTERS),
         Cell("dp 2, cp 2, ep 4", 4, {"cp": 2, "ep": 4}, rows=4, quick=True),
         Cell("hsdp 2 x 1, tp 2, ep 2", 4, {"dp_replicate": 2, "tp": 2, "ep": 2}, quick=True),
         Cell("ep 2, recomputed", 2, {"ep": 2}, own=CHECKPOINTED),
@@ -141,6 +141,7 @@ def cells() -> list[Cell]:
         *compiled(2, "step", {"zero 3": {}, "zero 0": {"zero_stage": 0}, "ep 2": {"ep": 2}, "tp 2": {"tp": 2}, "cp 2": {"cp": 2}}),
         Cell("ep 2, recomputed, graphs of a layer", 2, {"ep": 2}, own=CHECKPOINTED, compiled="layer"),
         Cell("tp 2, recomputed but for exchanges, graphs of a layer", 2, {"tp": 2}, own=SELECTIVE, compiled="layer"),
+        *compiled(2, "step", {"ep 2, all to all": {"ep": 2, "ep_dispatch": "alltoall"}}),
         *compiled(4, "layer", {"hsdp 2 x 2, ep 2": {"dp_replicate": 2, "ep": 2}, "cp 2, tp 2, ep 4": {"cp": 2, "tp": 2, "ep": 4}}),
     ]
 

@@ -20,13 +20,11 @@ from training.engine import Pass
 from training.state import init_state
 from training.step import make_context, make_engine, state_dtype
 
-SECONDS = {"one long utterance": (3.5,), "many": (0.3, 1.2, 0.0, 0.01, 0.9, 0.5), "none": ()}
 
-
-@pytest.mark.parametrize("kind", ["fastconformer", "glm_asr", "whisper_30s"])
-@pytest.mark.parametrize("seconds", SECONDS.values(), ids=SECONDS)
-def test_windows_together_are_the_row(kind: str, seconds: tuple[float, ...]) -> None:
-    frames = 2500 if kind.endswith("30s") else 48
+@pytest.mark.parametrize(("kind", "frames", "seconds"), [
+    ("fastconformer", 48, (3.5,)), ("fastconformer", 48, (0.3, 1.2, 0.0, 0.01, 0.9, 0.5)), ("fastconformer", 48, ()),
+    ("glm_asr", 48, (0.3, 1.2, 0.0, 0.01, 0.9, 0.5)), ("whisper_30s", 800, (0.3, 1.2))])
+def test_windows_together_are_the_row(kind: str, frames: int, seconds: tuple[float, ...]) -> None:
     row = f"{{tokens: 96, audio_frames: {frames}, utterances: 8, utterance_frames: 45, label_tokens: 6}}"
     weight = 0.3 if kind == "fastconformer" else 0.0
     cfg, _ = config.load([*MODEL, "precision=fp64", f"model.encoder.kind={kind}", f"train.ctc_weight={weight}", f"data.rows=[{row}]"])
