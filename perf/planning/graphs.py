@@ -1,0 +1,155 @@
+"""What a compiled layer does, read off its graph: products and passes over memory, collectives, the most memory between its ends."""
+
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.fx import GraphModule, Node
+
+from perf.cases import Work
+from perf.planning import costs
+from perf.planning.costs import Load, tensor_bytes
+
+COLLECTIVES = {"all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "all_reduce": "all_reduce", "all_to_all": "all_to_all"}
+
+
+@dataclass(frozen=True)
+class Send:
+    """A collective: the larger of what goes in and what comes out, and the name of its group."""
+
+    kind: str
+    bytes: int
+    group: str
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One direction of one layer."""
+
+    name: str
+    steps: tuple[Work | Send, ...]
+    transient_bytes: int  # most that its own tensors take at a time, results included
+
+
+def collective(target: Any) -> str | None:
+    """The kind of collective that an operator begins."""
+    name = str(target)
+    if "c10d" not in name or "wait" in name or "::" in name:
+        return None
+    return next((kind for kind in COLLECTIVES if kind.replace("_", "") in name.replace("_", "")), None)
+
+
+def send(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, kind: str) -> Send:
+    """The collective that this call begins."""
+    values = costs.arguments(target, args, kwargs)
+    group = values.get("group_name") or values["process_group"]
+    largest = max(sum(map(tensor_bytes, values.values())), tensor_bytes(output))
+    return Send(kind, largest, group if isinstance(group, str) else ProcessGroup.unbox(group).group_name)
+
+
+def analyse(name: str, graph: GraphModule, load: Load) -> Graph:
+    """Operations that a compiler fuses count once for what they read and write together; views cost nothing."""
+    nodes = [n for n in graph.graph.nodes if n.op == "call_function"]
+    owners = {n: _owner(n) for n in graph.graph.nodes}
+    users = _users(graph, owners)
+    stored = {n for n in nodes if owners[n] is n and (not _fused(n) or any(u.op == "output" or not _fused(u) for u in users[n]))}
+    clusters = _clusters(nodes, owners)
+    steps: list[Work | Send] = []
+    for n in nodes:
+        if owners[n] is not n or _fused(n) or n.target is operator.getitem:
+            continue
+        call, kind = (n.target, _meta(n.args), _meta(n.kwargs), n.meta["val"]), collective(n.target)
+        steps.append(costs.work(*call, load) if kind is None else send(*call, kind))
+    for cluster in clusters:
+        read = {owners[i] for n in cluster for i in n.all_input_nodes} - set(cluster)
+        written = [n for n in cluster if n in stored]
+        steps.append(Work(0.0, float(sum(tensor_bytes(n.meta.get("val")) for n in [*read, *written]))))
+    return Graph(name, tuple(steps), _transient(nodes, owners, users, stored))
+
+
+def _is_view(n: Node) -> bool:
+    name = getattr(n.target, "__name__", "")
+    return bool(getattr(n.target, "is_view", False)) or name.startswith(("wait_tensor", "_unsafe_view", "detach", "alias"))
+
+
+def _owner(n: Node) -> Node:
+    """The node whose memory a node shows."""
+    while n.op == "call_function" and n.all_input_nodes and _is_view(n):
+        n = n.all_input_nodes[0]
+    return n
+
+
+def _fused(n: Node) -> bool:
+    return n.op == "call_function" and costs.is_pointwise(n.target)
+
+
+def _users(graph: GraphModule, owners: dict[Node, Node]) -> dict[Node, list[Node]]:
+    """Who reads a node's memory, through views too."""
+    users: dict[Node, list[Node]] = {n: [] for n in graph.graph.nodes}
+    for n in graph.graph.nodes:
+        if n.op == "output" or owners[n] is n:
+            for read in n.all_input_nodes:
+                users[owners[read]].append(n)
+    return users
+
+
+def _clusters(nodes: list[Node], owners: dict[Node, Node]) -> list[list[Node]]:
+    """Fused nodes that are connected."""
+    parent: dict[Node, Node] = {n: n for n in nodes if owners[n] is n and _fused(n)}
+
+    def top(n: Node) -> Node:
+        while parent[n] is not n:
+            n = parent[n]
+        return n
+
+    for n in parent:
+        for read in n.all_input_nodes:
+            if owners[read] in parent:
+                parent[top(owners[read])] = top(n)
+    found: dict[Node, list[Node]] = {}
+    for n in parent:
+        found.setdefault(top(n), []).append(n)
+    return list(found.values())
+
+
+def _transient(nodes: list[Node], owners: dict[Node, Node], users: dict[Node, list[Node]], stored: set[Node]) -> int:
+    place = {n: i for i, n in enumerate(nodes)}
+    ends: dict[int, list[Node]] = {}
+    for n in stored:
+        last = max((len(nodes) if u.op == "output" else place[u] for u in users[n]), default=place[n])
+        ends.setdefault(last, []).append(n)
+    live = most = 0
+    for i, n in enumerate(nodes):
+        if n in stored:
+            live += _own_bytes(n)
+        room = costs.workspace(n.target, _values(n)) if hasattr(n.target, "_schema") else 0
+        most = max(most, live + room)
+        live -= sum(map(_own_bytes, ends.get(i, ())))
+    return most
+
+
+def _own_bytes(n: Node) -> int:
+    """Several results are counted where they are taken apart."""
+    value = n.meta.get("val")
+    return tensor_bytes(value) if isinstance(value, Tensor) else 0
+
+
+def _meta(value: Any) -> Any:
+    """Arguments with the tensors that nodes stand for."""
+    if isinstance(value, Node):
+        return value.meta.get("val")
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_meta, value))
+    return {k: _meta(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _values(n: Node) -> dict[str, Any]:
+    return costs.arguments(n.target, _meta(n.args), _meta(n.kwargs))
+
+
+def sends(steps: Iterable[Work | Send]) -> Iterator[Send]:
+    """The collectives among them."""
+    return (step for step in steps if isinstance(step, Send))

@@ -1,0 +1,126 @@
+"""What a configuration needs and takes on so many GPUs, and which layouts suit it."""
+
+import copy
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+
+from configs.schema import Config, RowSize
+from parallel.mesh import sizes
+from parallel.validate import Environment, validate
+from perf.planning.costs import Load
+from perf.planning.machines import GIB, RESERVED_BYTES, Machine
+from perf.planning.timeline import Times, bytes_by_axis, step_times
+from perf.planning.trace import Trace, meeting, trace_step
+from training.step import DTYPES
+
+SAMPLED_TOKENS = 1 << 16  # for the spread of random choices over the ranks of an expert group
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One configuration on so many GPUs of one kind."""
+
+    cfg: Config
+    world: int
+    machine: Machine
+    trace: Trace
+    times: Times
+    imbalance: float  # rows of the fullest rank over the mean
+
+    @property
+    def peak_bytes(self) -> float:
+        return self.trace.peak_bytes + RESERVED_BYTES
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.machine.memory_bytes
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one GPU."""
+        n = sizes(self.cfg.parallel, self.world)
+        return self.cfg.data.rows[-1].tokens * self.cfg.train.accumulate * n.dp / self.world / self.times.total
+
+
+def plan(cfg: Config, world: int, machine: Machine, imbalance: float | None = None) -> Plan:
+    """Simulates a step; routing is random unless the fullest rank's share is given."""
+    spread = random_imbalance(cfg) if imbalance is None else imbalance
+    trace = trace_step(cfg, world, True, machine.memory_bytes, load(cfg, spread))
+    return Plan(cfg, world, machine, trace, step_times(trace, machine), spread)
+
+
+def load(cfg: Config, imbalance: float = 1.0) -> Load:
+    """Full rows of equally long utterances."""
+    row, p = cfg.data.rows[-1], cfg.parallel
+    rows = row.tokens / (p.cp * p.tp) * cfg.model.decoder.top_k * imbalance
+    return Load(rows, row.tokens / row.utterances, row.audio_frames / row.utterances)
+
+
+def random_imbalance(cfg: Config) -> float:
+    """Most over mean of the tokens of the ranks of an expert group when every token chooses its experts at random."""
+    d, p = cfg.model.decoder, cfg.parallel
+    if p.ep == 1 or "E" not in d.pattern:
+        return 1.0
+    tokens = min(SAMPLED_TOKENS, cfg.data.rows[-1].tokens * p.ep // (p.cp * p.tp))
+    chosen = np.random.default_rng(0).random((tokens, d.n_experts)).argpartition(d.top_k, 1)[:, : d.top_k]
+    counts = np.bincount(chosen.ravel() // (d.n_experts // p.ep), minlength=p.ep)
+    return float(counts.max() / counts.mean())
+
+
+def expert_buffers(plan: Plan) -> dict[str, float]:
+    """Bytes of pre-activations that all expert layers keep for backward: of the static buffers, and of the rows that the routing fills."""
+    d, width = plan.cfg.model.decoder, DTYPES[plan.cfg.precision].itemsize
+    layers, p = d.pattern.count("E"), plan.cfg.parallel
+    tokens = plan.cfg.data.rows[-1].tokens / (p.cp * p.tp)
+    inner = d.moe_ffn * (2 if d.activation == "swiglu" else 1)
+    seen = tokens * p.ep * (meeting(d.n_experts, d.top_k, p.ep) if p.ep_dispatch == "alltoall" else 1.0)
+    return {"bound": layers * seen * d.top_k * inner * width, "expected": layers * tokens * d.top_k * inner * width}
+
+
+def with_row(cfg: Config, tokens: int) -> Config:
+    """The largest row made this long, with as many more utterances."""
+    changed, last = copy.deepcopy(cfg), cfg.data.rows[-1]
+    share = tokens / last.tokens
+    frames, utterances = int(last.audio_frames * share), max(1, round(last.utterances * share))
+    changed.data.rows = [RowSize(tokens, frames, utterances, min(last.utterance_frames, max(0, frames - 1), tokens - 1), last.label_tokens)]
+    return changed
+
+
+def layouts(cfg: Config, world: int) -> Iterator[Config]:
+    """Every layout that the rules allow on so many ranks."""
+    powers = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= world]
+    experts = powers if "E" in cfg.model.decoder.pattern else [1]
+    choices = (powers[:4], powers[:4], experts, (1, world // 8), (1, 2, 3), ("allgather", "alltoall"))
+    for tp, cp, ep, copies, stage, dispatch in product(*choices):
+        if (dispatch == "alltoall" and ep == 1) or (copies < 2 and copies != 1):
+            continue
+        changed = copy.deepcopy(cfg)
+        changed.parallel = replace(cfg.parallel, tp=tp, cp=cp, ep=ep, dp_replicate=copies, zero_stage=stage, ep_dispatch=dispatch)
+        if not validate(changed, Environment(world, "plan.py")):
+            yield changed
+
+
+def seconds_and_memory(started: float) -> dict[str, float]:
+    """What planning itself took."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {"seconds": round(time.perf_counter() - started, 1),
+            "peak_rss_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB, 2)}
+
+
+def figures(plan: Plan) -> dict[str, object]:
+    """The keys of the JSON object."""
+    return {"ranks": plan.world, "fits": plan.fits, "peak_gib": round(plan.peak_bytes / GIB, 1), "step_seconds": round(plan.times.total, 4),
+            "tokens_per_second_per_gpu": round(plan.tokens_per_second), "exposed_communication": round(plan.times.exposed, 4)}
+
+
+def communication(plan: Plan) -> list[dict[str, object]]:
+    """One row for each kind of collective over each group."""
+    received: Counter[str] = bytes_by_axis(plan.trace)
+    return [{"over, what": name, "GB received a step": received[name] / 1e9, "ms": 1e3 * plan.times.by_axis[name]} for name in received]
