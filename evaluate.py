@@ -24,7 +24,8 @@ from data.errors import DataError
 from data.loader import decoding_batches, file_batches
 from data.sources import validation_names, validation_source
 from data.tokenizer import Tokenizer, load_tokenizer
-from model import freezing, speech_lm
+from model import freezing
+from model.stages import own_spec
 from parallel.mesh import Mesh, make_mesh, start_processes
 from parallel.validate import Environment, validate
 from training import checkpoint, config, launch, manual
@@ -73,6 +74,8 @@ def configure(asked: EvaluateConfig, stored: dict[str, Any], command: list[str])
         raise config.ConfigError(f"checkpoint={asked.checkpoint} is of a language model alone, which transcribes nothing; give one that "
                                  "was trained with an encoder")
     cfg.parallel = replace(cfg.parallel, dp_replicate=1, cp=1, tp=1)  # copies serve gradients; decoding splits requests, not rows
+    if launch.world() % cfg.parallel.pp:
+        cfg.parallel = replace(cfg.parallel, pp=1, pp_chunks=1, pp_layers=[])
     asked_for = {key: getattr(asked, key) for key in GENERATION if getattr(asked, key) is not None}
     cfg.generation = replace(cfg.generation, **asked_for)
     if asked.manifest is not None:
@@ -147,7 +150,7 @@ def main(arguments: list[str]) -> None:
     with launch.reporting():
         start_processes(device)
         mesh, results = make_mesh(cfg.parallel, device), []
-        spec = freezing.freeze(speech_lm.spec(cfg), [""], [])  # no moments
+        spec = freezing.freeze(own_spec(cfg, mesh.pp_rank), [""], [])  # no moments
         state, _ = checkpoint.load(path, init_state(spec, cfg.seed, mesh, state_dtype(cfg)), mesh)
         weights = Weights(cfg, mesh, make_engine(cfg, mesh), state.leaves())
         for name, batches in work(cfg, asked, mesh):

@@ -1,6 +1,6 @@
 """The hybrid language model: embedding, one layer a letter of the pattern, head."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from types import ModuleType
 
 import torch
@@ -50,10 +50,12 @@ def _forward_step(module: ModuleType) -> Callable[..., Tensor]:
 STEPS: dict[str, Callable[..., Tensor]] = {kind: getattr(module, "step", None) or _forward_step(module) for kind, module in LAYERS.items()}
 
 
-def new_caches(cfg: DecoderConfig, requests: int, capacity: int, dtype: torch.dtype, device: torch.device) -> list[Cache]:
-    """What each layer keeps between the tokens of a request, at most `capacity` of them, prompt included; empty for some kinds of layer."""
-    return [LAYERS[kind].new_cache(cfg, requests, capacity, dtype, device) if hasattr(LAYERS[kind], "new_cache") else {}
-            for kind in cfg.pattern]
+def new_caches(cfg: DecoderConfig, requests: int, capacity: int, dtype: torch.dtype, device: torch.device,
+               layers: Container[int] | None = None) -> list[Cache]:
+    """What each layer keeps between the tokens of a request, at most `capacity` of them, prompt included; empty for some kinds of layer,
+    and for those that are not among `layers` (None: all)."""
+    return [LAYERS[kind].new_cache(cfg, requests, capacity, dtype, device)
+            if hasattr(LAYERS[kind], "new_cache") and (layers is None or i in layers) else {} for i, kind in enumerate(cfg.pattern)]
 
 
 def embed(w: Tree, frames_AD: Tensor, tokens_T: Tensor, frames_T: Tensor, ctx: Context) -> Tensor:

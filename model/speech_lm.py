@@ -1,8 +1,9 @@
 """A speech language model: encoder -> projector -> hybrid decoder that reads audio frames as if they were tokens.
 
-`spec` lists every parameter; `units` the groups of parameters that are gathered together, in the order of use; `hidden`, `losses` and
-`next_logits` are the forward passes. They receive `run(unit, function, *inputs)`, which gathers the unit's weights and calls
-`function(weights, *inputs, ctx)`: how weights are sharded or what is compiled is not the model's business.
+`spec` lists every parameter; `units` the groups of parameters that are gathered together, in the order of use; `part` is the forward pass
+of a stage of the pipeline, which may be the whole model; `encode`, `embed` and `layers` are its pieces. They receive
+`run(unit, function, *inputs)`, which gathers the unit's weights and calls `function(weights, *inputs, ctx)`: how weights are sharded or
+what is compiled is not the model's business.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,11 +17,13 @@ from model import ctc, decoder, fastconformer, lora, mel, projector, whisper, wh
 from model.context import Context
 from model.freezing import freeze
 from model.params import Tree
+from parallel.pipeline import Stage
 
 WHISPERS = ("whisper", "whisper_30s", "glm_asr", "glm_asr_30s")
 ENCODERS: dict[str, ModuleType] = {"fastconformer": fastconformer, **dict.fromkeys(WHISPERS, whisper)}
 FEATURES = {"fastconformer": mel.log_mel, **dict.fromkeys(WHISPERS, whisper_mel.log_mel)}
 Run = Callable[..., Any]
+Losses = dict[str, Tensor]
 Stats = dict[str, Tensor]  # sums that `update` needs, by unit and name
 
 
@@ -41,8 +44,23 @@ def model_spec(cfg: ModelConfig) -> dict[str, Tree]:
     return {"encoder": encoder, "projector": projector.spec(cfg.projector, cfg.encoder, cfg.decoder.d_model)} | tree
 
 
-def units(cfg: Config) -> Iterator[tuple[str, ...]]:
-    """Subtrees of the parameter tree whose weights travel together, in the order in which `losses` uses them."""
+def whole(cfg: ModelConfig) -> Stage:
+    """The stage that is all of the model."""
+    return Stage(0, range(len(cfg.decoder.pattern)))
+
+
+def units(cfg: Config, stage: Stage | None = None) -> Iterator[tuple[str, ...]]:
+    """Subtrees of the parameter tree whose weights travel together, in the order in which `part` uses them."""
+    stage = stage or whole(cfg.model)
+    if stage.enters:
+        yield from entry_units(cfg)
+    yield from ((f"decoder.layers.{i}",) for i in stage.layers)
+    if stage.ends:
+        yield head_unit(cfg.model)
+
+
+def entry_units(cfg: Config) -> Iterator[tuple[str, ...]]:
+    """Those before the decoder's layers."""
     if cfg.model.encoder is not None:
         yield ("encoder.subsampling",)
         yield from ((f"encoder.layers.{i}",) for i in range(cfg.model.encoder.n_layers))
@@ -50,8 +68,6 @@ def units(cfg: Config) -> Iterator[tuple[str, ...]]:
             yield ("ctc",)
         yield projector_unit(cfg.model.encoder)
     yield ("decoder.embedding",)
-    yield from ((f"decoder.layers.{i}",) for i in range(len(cfg.model.decoder.pattern)))
-    yield head_unit(cfg.model)
 
 
 def head_unit(cfg: ModelConfig) -> tuple[str, ...]:
@@ -80,18 +96,22 @@ def encode_features(run: Run, mel_AM: Tensor, ctx: Context, stats: Stats) -> Ten
     return x_AD
 
 
-def decode(run: Run, x_AD: Tensor | None, batch: dict[str, Tensor], ctx: Context, stats: Stats,
-           visit: Callable[[int, Tensor], None] | None = None) -> Tensor:
-    """Hidden states [T, D] of the token row, whose audio slots take their frames from x_AD; adds the layers' sums to `stats`.
+def embed(run: Run, x_AD: Tensor | None, batch: dict[str, Tensor], ctx: Context) -> Tensor:
+    """The token row's embeddings [T, D], whose audio slots take their frames from x_AD."""
+    if x_AD is None:
+        return run(("decoder.embedding",), decoder.embed_text, batch["tokens_T"])
+    frames_AD = run(projector_unit(ctx.encoder), projector.forward, x_AD)
+    return run(("decoder.embedding",), decoder.embed, frames_AD, batch["tokens_T"], batch["frames_T"])
 
+
+def layers(run: Run, x_TD: Tensor, ctx: Context, stats: Stats, numbers: range | None = None,
+           visit: Callable[[int, Tensor], None] | None = None) -> Tensor:
+    """Hidden states [T, D] behind layers of the decoder; adds the layers' sums to `stats`.
+
+    :param numbers: of the layers; None: all
     :param visit: called with the number of each layer and its input, before it runs
     """
-    if x_AD is None:
-        x_TD = run(("decoder.embedding",), decoder.embed_text, batch["tokens_T"])
-    else:
-        frames_AD = run(projector_unit(ctx.encoder), projector.forward, x_AD)
-        x_TD = run(("decoder.embedding",), decoder.embed, frames_AD, batch["tokens_T"], batch["frames_T"])
-    for i in range(len(ctx.decoder.pattern)):
+    for i in range(len(ctx.decoder.pattern)) if numbers is None else numbers:
         unit = f"decoder.layers.{i}"
         if visit is not None:
             visit(i, x_TD)
@@ -100,16 +120,25 @@ def decode(run: Run, x_AD: Tensor | None, batch: dict[str, Tensor], ctx: Context
     return x_TD
 
 
-def losses(run: Run, batch: dict[str, Tensor], ctx: Context, cfg: Config) -> tuple[dict[str, Tensor], Stats]:
-    """Summed (not averaged) losses of one packed row, "lm" and with an auxiliary head "ctc", and the layers' sums."""
+def part(run: Run, stage: Stage, x_TD: Tensor | None, batch: dict[str, Tensor], ctx: Context, cfg: Config) -> tuple[Tensor, Losses, Stats]:
+    """What a stage computes of one packed row from the hidden states behind the stage before: its own hidden states, the summed (not
+    averaged) losses that it has, "lm" at the end and with an auxiliary head "ctc" at the entry, and the layers' sums."""
+    losses: Losses = {}
     stats: Stats = {}
-    x_AD = encode(run, batch, ctx, stats) if cfg.model.encoder is not None else None
-    out = {}
-    if x_AD is not None and cfg.train.ctc_weight > 0:
-        out["ctc"] = run(("ctc",), ctc.loss, x_AD, batch["ctc_labels_UL"], batch["ctc_lengths_U"])
-    x_TD = decode(run, x_AD, batch, ctx, stats)
-    out["lm"] = run(head_unit(cfg.model), decoder.loss, x_TD, batch["labels_T"])
-    return out, stats
+    if x_TD is None:
+        x_AD = encode(run, batch, ctx, stats) if cfg.model.encoder is not None else None
+        if x_AD is not None and cfg.train.ctc_weight > 0:
+            losses["ctc"] = run(("ctc",), ctc.loss, x_AD, batch["ctc_labels_UL"], batch["ctc_lengths_U"])
+        x_TD = embed(run, x_AD, batch, ctx)
+    x_TD = layers(run, x_TD, ctx, stats, stage.layers)
+    if stage.ends:
+        losses["lm"] = run(head_unit(cfg.model), decoder.loss, x_TD, batch["labels_T"])
+    return x_TD, losses, stats
+
+
+def losses(run: Run, batch: dict[str, Tensor], ctx: Context, cfg: Config) -> tuple[Losses, Stats]:
+    """The losses of the whole model, and the layers' sums."""
+    return part(run, whole(cfg.model), None, batch, ctx, cfg)[1:]
 
 
 def update(buffers: dict[str, Tensor], stats: Stats, cfg: ModelConfig) -> dict[str, Tensor]:

@@ -90,6 +90,7 @@ class Mesh:
     rows: DeviceMesh  # ("dp", "row"): the same ranks, those of pp, cp and tp as one
     row_hosts: dist.ProcessGroup | None  # the ranks of `row_group`, for what stays on the host
     parts: DeviceMesh  # ("dp", "part"): the ranks of a stage, those of cp and tp as one
+    ends_group: dist.ProcessGroup | None  # first and last rank of the pipeline; None on the others, and without a pipeline
     dense: DeviceMesh  # ("replicate", "shard")
     tensor: DeviceMesh | None  # ("replicate", "shard", "tp"); None without tensor parallelism
     experts: DeviceMesh | None  # ("replicate", "shard", "ep"); None without expert parallelism
@@ -180,14 +181,16 @@ def make_mesh(cfg: ParallelConfig, device: torch.device) -> Mesh:
     by_stage = torch.arange(n.world).view(n.pp, n.dp, -1)
     rows = DeviceMesh(device.type, by_stage.movedim(0, 1).reshape(n.dp, -1), mesh_dim_names=("dp", "row"))
     return Mesh(
-        rank=dist.get_rank(), device=device, sizes=n, rows=rows, row_hosts=_host_group(rows) if n.alike > 1 else None,
+        rank=dist.get_rank(), device=device, sizes=n, rows=rows,
+        row_hosts=_group_of(rows.mesh.tolist(), "gloo") if n.alike > 1 else None,
+        ends_group=_group_of(by_stage.flatten(1)[[0, -1]].t().tolist()) if n.pp > 1 else None,
         tokens=init_device_mesh(device.type, (n.pp, n.dp, n.cp, n.tp), mesh_dim_names=("pp", "dp", "cp", "tp")),
         parts=view((n.dp, n.cp * n.tp), "dp", "part"), dense=view(n.dense, "replicate", "shard"),
         tensor=view(n.tensor, "replicate", "shard", "tp") if n.tp > 1 else None,
         experts=view(n.experts, "replicate", "shard", "ep") if n.ep > 1 else None)
 
 
-def _host_group(rows: DeviceMesh) -> dist.ProcessGroup | None:
-    """The ranks of this one's row, as a group that does not wait for the devices."""
-    group, _ = dist.new_subgroups_by_enumeration(rows.mesh.tolist(), backend="gloo")
+def _group_of(groups: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:
+    """This rank's one of some groups of ranks, None where it is in none; with gloo one that does not wait for the devices."""
+    group, _ = dist.new_subgroups_by_enumeration(groups, backend=backend)
     return group

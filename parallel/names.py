@@ -1,4 +1,4 @@
-"""What the levels of sharding are called elsewhere: the one place where other systems' names become ours."""
+"""What levels of sharding and schedules of a pipeline are called elsewhere: the one place where other systems' names become ours."""
 
 ZERO_STAGES = {
     "ddp": 0,
@@ -14,6 +14,24 @@ ZERO_STAGES = {
     "deepspeed_stage_3": 3,
 }
 STAGES = (0, 1, 2, 3)
+SCHEDULES = {
+    "gpipe": "gpipe",
+    "1f1b": "1f1b",
+    "interleaved_1f1b": "interleaved_1f1b",
+    "interleaved1f1b": "interleaved_1f1b",
+    "dfs": "interleaved_1f1b",
+    "looped_bfs": "looped_bfs",
+    "loopedbfs": "looped_bfs",
+}
+NEAREST_SCHEDULES = {  # those that split a backward into its part for the inputs and its part for the weights
+    "zero_bubble": "1f1b",
+    "interleaved_zero_bubble": "interleaved_1f1b",
+    "interleavedzerobubble": "interleaved_1f1b",
+    "v_schedule": "interleaved_1f1b",
+    "zbv": "interleaved_1f1b",
+    "zbvzerobubble": "interleaved_1f1b",
+    "dualpipev": "interleaved_1f1b",
+}
 
 
 def zero_stage(value: int | str) -> int:
@@ -25,3 +43,17 @@ def zero_stage(value: int | str) -> int:
     if stage not in STAGES:
         raise ValueError(f"{value} is no zero stage; choose 0, 1, 2, 3 or one of {', '.join(ZERO_STAGES)}")
     return int(stage)
+
+
+def schedule(value: str) -> str:
+    """Our name of a pipeline's schedule.
+
+    Raises ValueError for one that is not there, with the nearest that is.
+    """
+    name = value.lower()
+    if name in NEAREST_SCHEDULES:
+        raise ValueError(f"{value} computes gradients of inputs and of weights apart, and the backward of a compiled layer is one graph of "
+                         f"both; the nearest is {NEAREST_SCHEDULES[name]}")
+    if name not in SCHEDULES:
+        raise ValueError(f"{value} is no schedule of a pipeline; choose one of {', '.join(dict.fromkeys(SCHEDULES.values()))}")
+    return SCHEDULES[name]

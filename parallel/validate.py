@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from configs.schema import Config, RowSize
 from model import freezing, lora, params, speech_lm
-from parallel.names import zero_stage
+from parallel.names import schedule, zero_stage
+from parallel.pipeline import rounds
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ CHOICES = {
     "model.decoder.rope_scaling.kind": ("none", "linear", "llama3", "yarn"),
 }
 AT_LEAST_ONE = (
-    "parallel.dp_replicate", "parallel.pp", "parallel.cp", "parallel.tp", "parallel.ep",
+    "parallel.dp_replicate", "parallel.pp", "parallel.pp_chunks", "parallel.cp", "parallel.tp", "parallel.ep",
     "train.steps", "train.accumulate", "train.log_every", "train.keep_checkpoints", "generation.max_new_tokens",
     "data.timeout_sec", "data.multiple",
     "model.encoder.mel_bins", "model.encoder.d_model", "model.encoder.n_heads", "model.encoder.ff_expansion", "model.encoder.conv_kernel",
@@ -147,10 +148,42 @@ def processes(cfg: Config, environment: Environment) -> Iterator[str]:
         yield f"parallel.ep={p.ep} does not divide model.decoder.n_experts={experts}; choose a divisor of {experts}"
 
 
-@rule({"parallel.pp": 2, "world": 2})
+@rule({"parallel.pp": 2, "parallel.pp_schedule": "zero_bubble", "world": 2},
+      {"parallel.pp_chunks": 2},
+      {"parallel.pp": 2, "parallel.pp_schedule": "interleaved_1f1b", "world": 2},
+      {"parallel.pp": 2, "parallel.pp_layers": [2, 1], "world": 2},
+      {"parallel.pp": 8, "world": 8},
+      {"parallel.pp": 2, "parallel.pp_schedule": "interleaved_1f1b", "parallel.pp_chunks": 2, "train.accumulate": 5, "world": 2},
+      {"parallel.pp": 2, "compile.scope": "step", "world": 2})
 def pipeline(cfg: Config, environment: Environment) -> Iterator[str]:
-    if cfg.parallel.pp > 1:
-        yield f"parallel.pp={cfg.parallel.pp}: layers cannot be split over stages yet; leave it at 1"
+    """What the stages need of the layers, the rows and the compiler."""
+    p, layers = cfg.parallel, len(cfg.model.decoder.pattern)
+    try:
+        name = schedule(p.pp_schedule)
+    except ValueError as error:
+        yield f"parallel.pp_schedule={error}"
+        return
+    if p.pp < 2:
+        if p.pp_chunks > 1 or p.pp_layers:
+            key = "pp_chunks" if p.pp_chunks > 1 else "pp_layers"
+            yield f"parallel.{key}={value(cfg, f'parallel.{key}')} needs a pipeline, and parallel.pp=1; leave it out, or set parallel.pp"
+        return
+    stages, looped = p.pp * p.pp_chunks, name in ("interleaved_1f1b", "looped_bfs")
+    if looped != (p.pp_chunks > 1):
+        yield (f"parallel.pp_schedule={p.pp_schedule} has {'two or more stages' if looped else 'one stage'} a rank and "
+               f"parallel.pp_chunks={p.pp_chunks}; set it to {2 if looped else 1}" + ("" if looped else ", or choose interleaved_1f1b"))
+    given = list(p.pp_layers)
+    if given and (len(given) != stages or sum(given) != layers or min(given[1:-1], default=1) < 1 or min(given) < 0):
+        yield (f"parallel.pp_layers={given} must give {stages} stages {layers} layers together, at least 1 to each but the first and the "
+               "last; or leave it empty")
+    elif layers < stages - 2:
+        yield f"model.decoder.pattern has {layers} layers, too few for {stages} stages; choose a smaller parallel.pp or parallel.pp_chunks"
+    if name == "interleaved_1f1b" and cfg.train.accumulate % rounds(p.pp, cfg.train.accumulate):
+        wanted = cfg.train.accumulate // p.pp * p.pp
+        yield (f"train.accumulate={cfg.train.accumulate} makes no equal rounds for parallel.pp_schedule={p.pp_schedule} over {p.pp} ranks; "
+               f"choose {wanted} or {wanted + p.pp}")
+    if cfg.compile.enabled and cfg.compile.scope == "step":
+        yield f"compile.scope=step makes one graph of the model and parallel.pp={p.pp} cuts it into stages; choose compile.scope=layer"
 
 
 @rule({"parallel.zero_stage": "fsdp3"},

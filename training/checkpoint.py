@@ -1,7 +1,7 @@
 """Checkpoints with torch.distributed.checkpoint: written under a temporary name, renamed when complete, oldest removed last.
 
 RUN_DIR/checkpoints/step_00000020/ holds the sharded tensors and meta.json: step, processes, each rank's data position, which library
-multiplies on a CPU, configuration.
+multiplies on a CPU, configuration. The stages of a pipeline write and read their own tensors.
 No generator state is saved because none exists: every random draw is a pure function of (seed, step or data position).
 """
 
@@ -35,7 +35,8 @@ def save(run_dir: Path, state: State, data_state: Any, mesh: Mesh, keep: int, co
     temporary = final.with_suffix(".incomplete")
     before = (data_state or {}).get("before", [])  # long, and the same on every rank
     positions = gather_objects({key: value for key, value in (data_state or {}).items() if key != "before"})
-    _on_first_rank(mesh, lambda: _prepare(temporary, state))
+    needed = sum(gather_objects(sum(t.numel() * t.element_size() for t in _tensors(state).values()), mesh.pp_group))
+    _on_first_rank(mesh, lambda: _prepare(temporary, needed))
     dcp.save(_tensors(state), checkpoint_id=temporary)
     meta = {"step": state.step, "world": mesh.world, "data": positions, "data_before": before, "libraries": libraries(), "config": config}
     _on_first_rank(mesh, lambda: _complete(temporary, final, meta, keep))
@@ -126,10 +127,9 @@ def _complete_ones(run_dir: Path) -> list[Path]:
     return [p for p in (run_dir / "checkpoints").glob("step_*") if (p / "meta.json").exists() and not p.suffix]
 
 
-def _prepare(temporary: Path, state: State) -> None:
+def _prepare(temporary: Path, needed: int) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    needed = sum(t.numel() * t.element_size() for t in _tensors(state).values())
     free = shutil.disk_usage(temporary).free
     if free < needed * FREE_SPACE_FACTOR:
         temporary.rmdir()

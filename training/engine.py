@@ -5,8 +5,9 @@ compile.scope "step": nothing is compiled here; the caller compiles the whole pa
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,16 +34,20 @@ def _as_it_is(fn: Function) -> Function:
 class Engine:
     """The static side: one `Unit` a group of parameters and one compiled function a kind of layer.
 
+    :param units: in the order of use
     :param bind: wraps every function of weights (see model.lora.binder)
     :param recompute: policy of activation checkpointing by the start of a unit's path
     :param sums: dtype in which gradients travel and are added up; None: fp32 or wider
+    :param apart: units before which a pass ends, so that none is gathered ahead there
+    :param turns: whether backward starts with the last unit, right after its forward
     """
 
-    def __init__(self, spec: Tree, units: Iterator[tuple[str, ...]], mesh: Mesh, dtype: torch.dtype, reshard: Reshard,
+    def __init__(self, spec: Tree, units: Iterable[tuple[str, ...]], mesh: Mesh, dtype: torch.dtype, reshard: Reshard,
                  compile: CompileConfig, bind: Callable[[Function], Function] = _as_it_is, recompute: Mapping[str, str] | None = None,
-                 sums: torch.dtype | None = None):
+                 sums: torch.dtype | None = None, apart: Container[tuple[str, ...]] = (), turns: bool = True):
         self.compile, self.bind, self.recompute = compile, bind, recompute or {}
         self.order = list(units)
+        self.after = {unit: later for unit, later in pairwise(self.order) if later not in apart}
         self.units: dict[tuple[str, ...], Unit] = {}
         self.joined: dict[tuple[str, ...], Unit] = {}  # for passes that do not split layers over tp
         self.paths: dict[tuple[str, ...], list[str]] = {}
@@ -52,8 +57,7 @@ class Engine:
             tree = subtrees if len(key) > 1 else params.subtree(spec, key[0])
             leaves, self.trees[key] = pytree.tree_flatten(tree)
             self.paths[key] = [f"{path}.{name}" for path in key for name, _ in params.named_leaves(params.subtree(spec, path))]
-            last = key == self.order[-1]  # backward starts with it at once
-            keep = Reshard(False, False) if last else reshard
+            keep = Reshard(False, False) if turns and key == self.order[-1] else reshard
             self.units[key] = Unit(leaves, mesh, dtype, keep, sums=sums)
             self.joined[key] = self.units[key] if mesh.tensor is None else Unit(leaves, mesh, dtype, keep, together=True)
         self._compiled: dict[Function, Function] = {}
@@ -114,6 +118,11 @@ class Pass:
         with use.saved() if use.unit.reshard else nullcontext():
             return call(tree, *inputs, self.context)
 
+    def prepare_backward(self) -> None:
+        """Begin to gather what backward needs first, while its gradient is on the way."""
+        if self.last is not None and self.last.saved_any:
+            self.last.start()
+
     def _function(self, fn: Function) -> Function:
         return self.engine.function(fn) if self.compiled else fn
 
@@ -125,8 +134,7 @@ class Pass:
         use = self.ahead
         if use is None or use.unit is not self.units[key]:
             use = Use(self.units[key], self._shards(key), self.last, self.shared)
-        position = self.engine.order.index(key) + 1
-        after = self.engine.order[position] if position < len(self.engine.order) else None
+        after = self.engine.after.get(key)
         self.last, self.ahead = use, Use(self.units[after], self._shards(after), use, self.shared) if after else None
         return use
 

@@ -1,6 +1,6 @@
 """Validation loss and transcripts of the validation sets, over all ranks, each utterance once."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,27 +10,49 @@ from configs.schema import Config
 from data.errors import DataError
 from data.tokenizer import Tokenizer, prompt_ids
 from model import mel, speech_lm
+from model.stages import own_stages
 from parallel.collectives import gather_objects
 from parallel.mesh import Mesh
+from parallel.pipeline import Stage
 from training.engine import Engine, Pass
 from training.generation import Weights, generate
+from training.pipeline import Transfers, hand_on, own_tokens
 from training.scoring import Transcript
 from training.state import State
-from training.step import Batch, all_reduce_together, make_context, own_part, to_device
+from training.step import DTYPES, Batch, all_reduce_together, make_context, own_part, state_dtype, to_device
 
 
 def validation_loss(cfg: Config, mesh: Mesh, engine: Engine, state: State, batches: Iterable[dict[str, Any]]) -> dict[str, float]:
     """Mean cross-entropy of all supervised tokens (sum over ranks / count over ranks), and their number. Every rank passes equally many."""
-    leaves = state.leaves()
-    sums = {"loss": torch.zeros((), device=mesh.device), "labels": torch.zeros((), device=mesh.device)}
+    leaves, own, zero = state.leaves(), own_stages(cfg, mesh.pp_rank), torch.zeros((), dtype=state_dtype(cfg), device=mesh.device)
+    sums, transfers = {"loss": zero, "labels": zero}, Transfers(mesh, cfg.model.decoder.d_model, DTYPES[cfg.precision])
     for batch in batches:
         row = to_device(batch, mesh)
         row, context = own_part(cfg, row, mesh, training=False)
-        losses, _ = speech_lm.losses(Pass(engine, leaves, context), row, context, cfg)
-        labels = (row["labels_T"] != -100).sum() / mesh.sizes.alike  # the other ranks that share the row count them too
-        sums = {"loss": sums["loss"] + losses["lm"].detach(), "labels": sums["labels"] + labels}
+        loss = evaluated_loss(Pass(engine, leaves, context), row, cfg, own, transfers, own_tokens(mesh, row))
+        if loss is not None:
+            labels = (row["labels_T"] != -100).sum() / (mesh.sizes.cp * mesh.sizes.tp)  # the others that share the row count them too
+            sums = {"loss": sums["loss"] + loss, "labels": sums["labels"] + labels}
+    transfers.finish()
     totals = all_reduce_together(sums)
     return {"loss": (totals["loss"] / totals["labels"].clamp(min=1)).item(), "labels": totals["labels"].item()}
+
+
+def evaluated_loss(run: Pass, row: Batch, cfg: Config, own: Sequence[Stage], transfers: Transfers, tokens: int) -> Tensor | None:
+    """The summed cross-entropy of a row, without a gradient, on the rank that has the end of the pipeline; None on the others.
+
+    :param own: this rank's stages
+    :param tokens: that this rank has of the row between the layers
+    """
+    found: dict[str, Tensor] = {}
+
+    def compute(stage: Stage, x_TD: Tensor | None) -> Tensor:
+        y_TD, losses, _ = speech_lm.part(run, stage, x_TD, row, run.context, cfg)
+        found.update(losses)
+        return y_TD
+
+    hand_on(transfers, own, tokens, compute)
+    return found["lm"].detach() if "lm" in found else None
 
 
 def transcribe(weights: Weights, batches: Iterable[dict[str, Any]], tokenizer: Tokenizer) -> list[Transcript]:

@@ -6,7 +6,7 @@ on, for as long as `Weights` lives: gathering them for each token would take lon
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,11 +16,14 @@ from configs.schema import Config, GenerationConfig
 from model import decoder, draws, speech_lm
 from model.context import Context
 from model.decoder import Cache
+from model.stages import own_stages
 from parallel.collectives import every_rank
 from parallel.gather import Shared
 from parallel.mesh import Mesh
+from parallel.pipeline import Stage
 from training.engine import Engine, Pass
-from training.step import Batch
+from training.pipeline import Transfers, from_end, hand_on
+from training.step import DTYPES, Batch
 
 CHECK_EVERY = 8  # tokens between the questions whether all ranks are done, on devices that this would hold up
 
@@ -53,9 +56,11 @@ def generate(weights: Weights, batch: Batch, context: Context, *, longest: int, 
     requests, limit = len(context.cu_seqlens_U1) - 1, cfg.generation.max_new_tokens
     if int(context.cu_seqlens_U1.diff().max()) > longest:
         raise ValueError(f"a prompt has more than the {longest} tokens that `longest` promises")
-    caches = decoder.new_caches(cfg.model.decoder, requests, longest + limit, context.dtype, device)
+    line = Line(weights)
+    caches = decoder.new_caches(cfg.model.decoder, requests, longest + limit, context.dtype, device,
+                                layers={i for stage in line.own for i in stage.layers})
     lengths_U = context.cu_seqlens_U1.diff().long()
-    x_UD = _read_prompts(weights, batch, context, caches, longest)
+    x_UD = _read_prompts(weights, line, batch, context, caches, longest)
     with torch.no_grad():
         request_U = torch.tensor([zlib.crc32(name.encode()) for name in [*names, *[""] * (requests - len(names))]], device=device)
         done_U = lengths_U == 0
@@ -63,20 +68,37 @@ def generate(weights: Weights, batch: Batch, context: Context, *, longest: int, 
         ends = torch.tensor(stop_ids, device=device)
         for i in range(limit):
             run = weights.run(_one_token(context, lengths_U, done_U), cfg.compile.generation)
-            logits_UV = run(speech_lm.head_unit(cfg.model), decoder.logits, x_UD, torch.arange(requests, device=device))
-            chosen_U = choose(logits_UV, cfg.generation, request_U, i)
+            chosen_U = torch.zeros_like(lengths_U)
+            if x_UD is not None:
+                logits_UV = run(speech_lm.head_unit(cfg.model), decoder.logits, x_UD, torch.arange(requests, device=device))
+                chosen_U = choose(logits_UV, cfg.generation, request_U, i)
+            chosen_U = from_end(weights.mesh, chosen_U)
             done_U = done_U | torch.isin(chosen_U, ends)
             answers_UL[:, i] = torch.where(done_U, -1, chosen_U)
             last = i + 1 == limit
             if last or ((device.type == "cpu" or i % CHECK_EVERY == 0) and every_rank(bool(done_U.all()), device)):
                 break
-            x_UD = _step(run, torch.where(done_U, 0, chosen_U), caches, cfg)
+            x_UD = _step(run, line, torch.where(done_U, 0, chosen_U), caches, cfg)
             lengths_U = lengths_U + (~done_U).long()
+    line.transfers.finish()
     return [[token for token in row if token >= 0] for row in answers_UL[: len(names)].tolist()]
 
 
-def _read_prompts(weights: Weights, batch: Batch, context: Context, caches: list[Cache], longest: int) -> Tensor:
-    """Fills the caches; the hidden state after each prompt's last token. [U, D]"""
+class Line:
+    """The stages of this rank, and its way to the others."""
+
+    def __init__(self, weights: Weights):
+        cfg, mesh = weights.cfg, weights.mesh
+        self.own = own_stages(cfg, mesh.pp_rank)
+        self.transfers = Transfers(mesh, cfg.model.decoder.d_model, DTYPES[cfg.precision])
+
+    def pass_on(self, tokens: int, compute: Callable[[Stage, Tensor | None], Tensor]) -> Tensor | None:
+        """What `compute` gives of the last of all stages, None on the ranks that do not have it."""
+        return hand_on(self.transfers, self.own, tokens, compute)
+
+
+def _read_prompts(weights: Weights, line: Line, batch: Batch, context: Context, caches: list[Cache], longest: int) -> Tensor | None:
+    """Fills the caches; behind the last stage the hidden state after each prompt's last token. [U, D]"""
     run, fill = weights.run(context), weights.run(context, weights.cfg.compile.generation)
     kinds = weights.cfg.model.decoder.pattern
     starts_U1 = context.cu_seqlens_U1.long()
@@ -88,9 +110,14 @@ def _read_prompts(weights: Weights, batch: Batch, context: Context, caches: list
             with torch.no_grad():
                 fill((f"decoder.layers.{i}",), decoder.LAYERS[kinds[i]].fill, x_TD.detach(), caches[i], slots_UL)
 
-    x_AD = speech_lm.encode(run, batch, context, {}) if weights.cfg.model.encoder is not None else None
-    x_TD = speech_lm.decode(run, x_AD, batch, context, {}, keep)
-    return x_TD.detach()[(starts_U1[1:] - 1).clamp(min=0)]
+    def compute(stage: Stage, x_TD: Tensor | None) -> Tensor:
+        if x_TD is None:
+            x_AD = speech_lm.encode(run, batch, context, {}) if weights.cfg.model.encoder is not None else None
+            x_TD = speech_lm.embed(run, x_AD, batch, context)
+        return speech_lm.layers(run, x_TD, context, {}, stage.layers, keep)
+
+    x_TD = line.pass_on(len(batch["tokens_T"]), compute)
+    return None if x_TD is None else x_TD.detach()[(starts_U1[1:] - 1).clamp(min=0)]
 
 
 def _one_token(context: Context, lengths_U: Tensor, done_U: Tensor) -> Context:
@@ -99,12 +126,15 @@ def _one_token(context: Context, lengths_U: Tensor, done_U: Tensor) -> Context:
     return replace(context, cu_seqlens_U1=numbers, segments_T=torch.where(done_U, numbers[-1], numbers[:-1]), positions_T=lengths_U)
 
 
-def _step(run: Pass, tokens_U: Tensor, caches: list[Cache], cfg: Config) -> Tensor:
-    """The hidden state after one more token of each request. [U, D]"""
-    x_UD = run(("decoder.embedding",), decoder.embed_text, tokens_U)
-    for i, kind in enumerate(cfg.model.decoder.pattern):
-        x_UD = run((f"decoder.layers.{i}",), decoder.STEPS[kind], x_UD, caches[i])
-    return x_UD
+def _step(run: Pass, line: Line, tokens_U: Tensor, caches: list[Cache], cfg: Config) -> Tensor | None:
+    """Behind the last stage the hidden state after one more token of each request. [U, D]"""
+    def compute(stage: Stage, x_UD: Tensor | None) -> Tensor:
+        x_UD = run(("decoder.embedding",), decoder.embed_text, tokens_U) if x_UD is None else x_UD
+        for i in stage.layers:
+            x_UD = run((f"decoder.layers.{i}",), decoder.STEPS[cfg.model.decoder.pattern[i]], x_UD, caches[i])
+        return x_UD
+
+    return line.pass_on(len(tokens_U), compute)
 
 
 def choose(logits_UV: Tensor, cfg: GenerationConfig, request_U: Tensor, position: int) -> Tensor:

@@ -20,6 +20,7 @@ from data.tokenizer import load_tokenizer
 from kernels.linear import libraries, use_libraries
 from model import params, speech_lm
 from model.lengths import FRAME_SEC
+from model.stages import own_spec, own_stages, stages, waiting
 from parallel import sharding
 from parallel.collectives import from_first_rank, wait_for_all
 from parallel.mesh import Mesh, make_mesh, start_processes, stop_processes
@@ -193,7 +194,8 @@ def summary(cfg: Config, mesh: Mesh) -> RunSummary:
     rows_a_step = mesh.dp * cfg.train.accumulate
     return RunSummary(
         run_dir=Path(cfg.run_dir), device=mesh.device.type, precision=cfg.precision,
-        mesh={axis: getattr(mesh.sizes, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}, layout=layout(mesh),
+        mesh={axis: getattr(mesh.sizes, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")},
+        layout=layout(mesh) | pipeline(cfg),
         parameters_total=total, parameters_trainable=sum(math.prod(p.shape) for p in leaves if p.trained),
         parameters_active=total - routed + routed * decoder.top_k // decoder.n_experts,
         tokens_per_step=row.tokens * rows_a_step, audio_sec_per_step=row.audio_frames * FRAME_SEC * rows_a_step,
@@ -215,14 +217,27 @@ def layout(mesh: Mesh) -> dict[str, str]:
     return named
 
 
+def pipeline(cfg: Config) -> dict[str, str]:
+    """How the layers are cut into stages, and how long these wait for each other."""
+    p, rows = cfg.parallel, cfg.train.accumulate
+    if p.pp == 1:
+        return {}
+    more = 4 * p.pp * p.pp_chunks
+    hint = f", {waiting(cfg, more):.0%} with train.accumulate={more}" if rows < more else ""
+    sizes = ", ".join(str(len(stage.layers)) for stage in stages(cfg))
+    return {"decoder layers": f"pp {p.pp} ({sizes}; {p.pp_schedule}, waiting {waiting(cfg, rows):.0%} of the time{hint})"}
+
+
 def memory(cfg: Config, mesh: Mesh) -> dict[str, int]:
     """Bytes that a rank holds whatever its batch: its shards, and the whole weights in the compute dtype that exist at a time."""
-    width, leaves = state_dtype(cfg).itemsize, {path: p for path, p in params.named_leaves(speech_lm.spec(cfg)) if p.kind == "param"}
+    spec = own_spec(cfg, mesh.pp_rank)
+    width, leaves = state_dtype(cfg).itemsize, {path: p for path, p in params.named_leaves(spec) if p.kind == "param"}
     places = {path: sharding.place(p, mesh) for path, p in leaves.items()}
     numbers = {path: math.prod(sharding.local_shape(p, places[path])) for path, p in leaves.items()}
     shards = {path: width * number // places[path].mesh.size(1) for path, number in numbers.items()}
     trained = sum(size for path, size in shards.items() if leaves[path].trained)
-    prefixes = [tuple(f"{path}." for path in unit) for unit in speech_lm.units(cfg)]
+    units = (unit for stage in own_stages(cfg, mesh.pp_rank) for unit in speech_lm.units(cfg, stage))
+    prefixes = [tuple(f"{path}." for path in unit) for unit in units]
     whole = [DTYPES[cfg.precision].itemsize * sum(n for path, n in numbers.items() if path.startswith(unit)) for unit in prefixes]
     kept = len(whole) if zero_stage(cfg.parallel.zero_stage) in (1, 2) else 2
     gathered = sum(sorted(whole)[-kept:]) if mesh.sizes.sharded and mesh.world > 1 else 0

@@ -19,10 +19,11 @@ from data.plan import resumed
 from data.sources import validation_names
 from data.tokenizer import Tokenizer
 from kernels.linear import use_libraries
-from model import lora, params, speech_lm
+from model import lora, params
 from model.hub.adapter import load_adapter
 from model.hub.family import HubError
 from model.hub.load import load, read_config
+from model.stages import own_spec
 from parallel import sharding
 from parallel.collectives import any_rank, host_group, sum_over_ranks
 from parallel.mesh import Mesh
@@ -32,7 +33,7 @@ from training.generation import Weights
 from training.rows import read_once
 from training.scoring import word_error_rate
 from training.state import State, init_state
-from training.step import make_engine, make_step, row_loss, state_dtype, to_device
+from training.step import make_engine, make_step, state_dtype, to_device, warm_up
 from training.telemetry import Meter, Telemetry, compilations, expert_load, to_floats
 
 WARM_UP_STEPS = 10  # steps after which nothing may compile any more
@@ -83,7 +84,8 @@ class Run:
     def __init__(self, cfg: Config, mesh: Mesh, tokenizer: Tokenizer, open_telemetry: Callable[[int], Telemetry]):
         self.cfg, self.mesh, self.tokenizer, self.run_dir = cfg, mesh, tokenizer, Path(cfg.run_dir)
         known, told = ({}, []) if checkpoint_to_resume(cfg) else pretrained(cfg, mesh)
-        self.state, self.position, notes = resume(cfg, init_state(speech_lm.spec(cfg), cfg.seed, mesh, state_dtype(cfg), known), mesh)
+        fresh = init_state(own_spec(cfg, mesh.pp_rank), cfg.seed, mesh, state_dtype(cfg), known)
+        self.state, self.position, notes = resume(cfg, fresh, mesh)
         self.telemetry = open_telemetry(self.state.step)
         for note in told + notes:
             self.telemetry.note(note)
@@ -130,13 +132,9 @@ class Run:
 
     def warm_up(self) -> None:
         """Compile every row size for training and for evaluation, on rows of nothing, before the first step; changes no state."""
-        leaves = self.state.leaves()
-        one = torch.ones((), device=self.mesh.device)
         for size in self.cfg.data.rows:
             batch = empty_batch(size, self.cfg.data.encoder)
-            row = to_device(batch, self.mesh)
-            loss, _ = row_loss(self.cfg, self.mesh, self.engine, leaves, row, {"lm": one, "ctc": one})
-            torch.autograd.grad(loss, [leaves[name] for name in self.state.trained])
+            warm_up(self.cfg, self.mesh, self.engine, self.state, to_device(batch, self.mesh))
             evaluation.validation_loss(self.cfg, self.mesh, self.engine, self.state, [batch])
 
     def advance(self) -> dict[str, Tensor]:
@@ -224,10 +222,11 @@ def pretrained(cfg: Config, mesh: Mesh) -> tuple[dict[str, Any], list[str]]:
     """Tensors of the published models that a run starts from, by dotted path, and what to tell the user about them."""
     tensors: dict[str, Any] = {}
     notes = []
+    own = [name for name, _ in params.named_leaves(own_spec(cfg, mesh.pp_rank))]
     for path, part in ((cfg.model.pretrained, ("",)), (cfg.model.pretrained_encoder, ("encoder.",))):
         if path is not None:
             try:
-                loaded = load(Path(path), mesh, cfg.model, state_dtype(cfg), part)
+                loaded = load(Path(path), mesh, cfg.model, state_dtype(cfg), tuple(name for name in own if name.startswith(part)))
             except HubError as error:
                 raise RunError(f"{path}: {error}") from error
             tensors |= loaded.tensors
@@ -241,14 +240,14 @@ def pretrained(cfg: Config, mesh: Mesh) -> tuple[dict[str, Any], list[str]]:
 
 def started_adapter(cfg: Config, mesh: Mesh, tensors: dict[str, Any]) -> dict[str, Any]:
     """The tensors of model.lora.start, sharded, for the model whose own tensors are `tensors`."""
-    spec = dict(params.named_leaves(speech_lm.spec(cfg)))
+    spec = dict(params.named_leaves(own_spec(cfg, mesh.pp_rank)))
     wanted = {path: tensors[path].full_tensor() for path in lora.targets(spec, cfg.model.lora.targets)} if cfg.model.lora.dora else {}
     try:
         family, _ = read_config(Path(str(cfg.model.pretrained)))
         whole = load_adapter(Path(str(cfg.model.lora.start)), wanted, family, cfg.model)
     except HubError as error:
         raise RunError(f"model.lora.start={cfg.model.lora.start}: {error}") from error
-    return {path: sharding.shard(spec[path], tensor.to(state_dtype(cfg)), mesh) for path, tensor in whole.items()}
+    return {path: sharding.shard(spec[path], tensor.to(state_dtype(cfg)), mesh) for path, tensor in whole.items() if path in spec}
 
 
 def checkpoint_to_resume(cfg: Config) -> Path | None:
@@ -261,7 +260,7 @@ def resume(cfg: Config, state: State, mesh: Mesh) -> tuple[State, Any, list[str]
     path = checkpoint_to_resume(cfg)
     if path is None:
         return state, None, []
-    tables = {name: p.drawn for name, p in params.named_leaves(speech_lm.spec(cfg)) if p.drawn is not None}
+    tables = {name: p.drawn for name, p in params.named_leaves(own_spec(cfg, mesh.pp_rank)) if p.drawn is not None}
     state, meta = checkpoint.load(path, state, mesh, tables)
     use_libraries(meta.get("libraries", {}))
     notes, total = [f"resuming from {path} at step {state.step}"], meta["config"]["train"]["steps"]

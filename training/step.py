@@ -1,9 +1,11 @@
 """One training step: (state, micro-batches) -> (state, metrics)."""
 
+import functools
 import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -12,18 +14,22 @@ from torch import Tensor
 from configs.schema import Config, EncoderConfig
 from model import lora, params, speech_lm
 from model.context import Context
+from model.stages import actions_of_step, own_spec, own_stages, shared_leaves, stages, trained_paths, turns
 from parallel import audio, sharding
-from parallel.collectives import every_rank, sum_over_ranks
+from parallel.collectives import all_reduce, every_rank, gather_objects, sum_over_ranks
 from parallel.gather import Reshard, Shared
 from parallel.mesh import Mesh
 from parallel.names import zero_stage
+from parallel.pipeline import Stage
 from training import optimizer
 from training.engine import Engine, Pass
+from training.pipeline import Part, StepWork, Transfers, carry_out, own_tokens, part_gradients
 from training.state import State
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}  # of the computation
 DEFER_SHARE = 0.25  # of a rank's memory that whole gradients may take for parallel.defer_grad_sync=auto to keep them
 Batch = dict[str, Tensor]
+RowLoss = tuple[Tensor | None, Tensor | None, dict[str, Tensor]]  # see row_loss
 
 
 class Gradients(NamedTuple):
@@ -65,14 +71,15 @@ def _utterance_frames(cfg: Config, batch: Batch) -> int:
 
 
 def make_engine(cfg: Config, mesh: Mesh) -> Engine:
-    """The units of the configured model."""
+    """The units of the configured model that this rank of the pipeline has."""
     keeps = zero_stage(cfg.parallel.zero_stage) < 3
     reshard = Reshard(cfg.parallel.reshard_after_forward and not keeps, cfg.parallel.reshard_experts_after_forward and not keeps)
     bind = {"bind": lora.binder(cfg.model.lora)} if cfg.model.lora.rank else {}
     recompute = {"encoder.": cfg.train.activation_checkpointing_encoder, "decoder.layers.": cfg.train.activation_checkpointing}
     sums = torch.bfloat16 if cfg.parallel.reduce_dtype == "bf16" else None
-    return Engine(speech_lm.spec(cfg), speech_lm.units(cfg), mesh, DTYPES[cfg.precision], reshard, cfg.compile, recompute=recompute,
-                  sums=sums, **bind)
+    units = [list(speech_lm.units(cfg, stage)) for stage in own_stages(cfg, mesh.pp_rank)]
+    return Engine(speech_lm.spec(cfg), chain.from_iterable(units), mesh, DTYPES[cfg.precision], reshard, cfg.compile, recompute=recompute,
+                  sums=sums, apart={first for first, *_ in units[1:]}, turns=mesh.pp_rank == mesh.sizes.pp - 1 and turns(cfg), **bind)
 
 
 def state_dtype(cfg: Config) -> torch.dtype:
@@ -82,38 +89,77 @@ def state_dtype(cfg: Config) -> torch.dtype:
 
 def make_gradients(cfg: Config, mesh: Mesh, engine: Engine) -> Callable[[State, Sequence[Batch]], Gradients]:
     """The function that turns a state and a step's micro-batches into the gradient of the global mean loss."""
-    stage = zero_stage(cfg.parallel.zero_stage)
-    holds, defers = stage in (1, 2), defers_gradients(cfg, mesh)
+    holds, defers = zero_stage(cfg.parallel.zero_stage) in (1, 2), defers_gradients(cfg, mesh)
+    every_stage = stages(cfg)
+    names = {stage.index: trained_paths(cfg, stage) for stage in own_stages(cfg, mesh.pp_rank)}
+    total = world_sums(cfg, mesh)
 
-    def forward(leaves: dict[str, Tensor], batch: Batch, counts: dict[str, Tensor],
-                shared: Shared | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-        return row_loss(cfg, mesh, engine, leaves, batch, counts, shared)
+    def forward(leaves: dict[str, Tensor], batch: Batch, counts: dict[str, Tensor]) -> RowLoss:
+        batch, context = own_part(cfg, batch, mesh, training=True)
+        return row_loss(Pass(engine, leaves, context), batch, counts, cfg)
 
     one_graph = cfg.compile.enabled and cfg.compile.scope == "step"
     if one_graph:
         forward = torch.compile(forward, fullgraph=True, dynamic=False)
 
     def gradients(state: State, batches: Sequence[Batch]) -> Gradients:
-        leaves = state.leaves()
-        weights = {name: leaves[name] for name in state.trained}
-        counts = label_counts(batches, mesh)
-        grads: dict[str, Tensor] = {}
-        sums: dict[str, Tensor] = {}
-        shared = Shared(holds, defers)
-        for number, batch in enumerate(batches):
-            shared.last = number == len(batches) - 1
-            draw = (state.step * len(batches) + number) * mesh.dp + mesh.dp_rank
-            row = batch | {"draw": torch.full((), draw, dtype=torch.int64, device=mesh.device)}
-            loss, stats = forward(leaves, row, counts) if one_graph else forward(leaves, row, counts, shared)
-            found = torch.autograd.grad(loss, list(weights.values()), allow_unused=not shared.last)  # None: it waits for the last row
-            for name, grad in zip(weights, found, strict=True):
-                if grad is not None:
-                    grads[name] = grads[name] + grad if name in grads else grad
-            stats = {name: value.detach() for name, value in (stats | {"loss": loss}).items()}
-            sums = {name: sums[name] + value for name, value in stats.items()} if sums else stats
-        return Gradients({name: grads[name] for name in weights}, all_reduce_together(sums), counts)
+        leaves, counts, shared = state.leaves(), label_counts(batches, mesh), Shared(holds, defers)
+        rows = numbered(batches, state.step, mesh)
+
+        def part_of(stage: Stage, row: Batch, x_TD: Tensor | None) -> tuple[Part, dict[str, Tensor]]:
+            if one_graph:
+                loss, y_TD, stats = forward(leaves, row, counts)
+                return Part(None, x_TD, y_TD, loss), stats
+            row, context = own_part(cfg, row, mesh, training=True)
+            run = Pass(engine, leaves, context, shared)
+            loss, y_TD, stats = row_loss(run, row, counts, cfg, stage, x_TD)
+            return Part(run, x_TD, y_TD, loss), stats
+
+        weights = {index: {name: leaves[name] for name in own} for index, own in names.items()}
+        work = StepWork(rows, weights, shared, part_of)
+        transfers = Transfers(mesh, cfg.model.decoder.d_model, DTYPES[cfg.precision])
+        actions = actions_of_step(cfg, mesh.pp_rank, len(rows))
+        carry_out(actions, every_stage, [own_tokens(mesh, row) for row in rows], transfers, work)
+        for name in shared_leaves(cfg):
+            if name in work.grads and mesh.ends_group is not None:
+                work.grads[name] = all_reduce(work.grads[name].contiguous(), mesh.ends_group)
+        return Gradients({name: work.grads[name] for name in state.first}, total(work.sums), counts)
 
     return gradients
+
+
+def numbered(batches: Sequence[Batch], step: int, mesh: Mesh) -> list[Batch]:
+    """The rows of a step with their numbers among the rows of all steps and ranks, of which random draws are a function."""
+    numbers = torch.arange(step * len(batches), (step + 1) * len(batches), device=mesh.device) * mesh.dp + mesh.dp_rank
+    return [batch | {"draw": number} for batch, number in zip(batches, numbers.unbind(), strict=True)]
+
+
+def warm_up(cfg: Config, mesh: Mesh, engine: Engine, state: State, row: Batch) -> None:
+    """Forward and backward of each of this rank's stages alone, on a row of the right shape; changes no state."""
+    leaves, one = state.leaves(), torch.ones((), device=mesh.device)
+    for stage in own_stages(cfg, mesh.pp_rank):
+        x_TD = None if stage.enters else torch.zeros(own_tokens(mesh, row), cfg.model.decoder.d_model, dtype=DTYPES[cfg.precision],
+                                                     device=mesh.device, requires_grad=stage.learns_before)
+        part, context = own_part(cfg, row, mesh, training=True)
+        run = Pass(engine, leaves, context)
+        loss, y_TD, _ = row_loss(run, part, {"lm": one, "ctc": one}, cfg, stage, x_TD)
+        part_gradients(stage, Part(run, x_TD, y_TD, loss), y_TD, [leaves[name] for name in trained_paths(cfg, stage)])
+
+
+def world_sums(cfg: Config, mesh: Mesh) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """The function that adds a step's figures up over all ranks; those of other stages arrive too."""
+    shapes: dict[str, torch.Size] = {}  # of all stages, told once
+
+    def total(sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        if mesh.sizes.pp == 1:
+            return all_reduce_together(sums)
+        if not shapes:
+            for part in gather_objects({name: value.shape for name, value in sums.items()}, mesh.pp_group):
+                shapes.update(part)
+        zero = torch.zeros((), dtype=state_dtype(cfg), device=mesh.device)
+        return all_reduce_together({name: sums[name] if name in sums else zero.expand(shape) for name, shape in shapes.items()})
+
+    return total
 
 
 def defers_gradients(cfg: Config, mesh: Mesh) -> bool:
@@ -126,7 +172,7 @@ def defers_gradients(cfg: Config, mesh: Mesh) -> bool:
         return False
     if choice != "auto" or stage <= 1:
         return choice if isinstance(choice, bool) else True
-    leaves = [p for _, p in params.named_leaves(speech_lm.spec(cfg)) if p.kind == "param" and p.trained]
+    leaves = [p for _, p in params.named_leaves(own_spec(cfg, mesh.pp_rank)) if p.kind == "param" and p.trained]
     whole_bytes = sum(state_dtype(cfg).itemsize * math.prod(sharding.local_shape(p, sharding.place(p, mesh))) for p in leaves)
     return every_rank(whole_bytes <= DEFER_SHARE * memory_bytes(mesh.device), mesh.device)
 
@@ -142,12 +188,12 @@ def make_step(cfg: Config, mesh: Mesh, engine: Engine) -> Callable[[State, Seque
     """The training step. The old state's tensors are updated in place: use only the returned state afterwards."""
     spec = dict(params.named_leaves(speech_lm.spec(cfg)))
     decayed = {name for name, p in spec.items() if p.decay}
-    copies = {name: sharding.place(p, mesh).copies for name, p in spec.items()}
+    copies = {name: sharding.place(p, mesh).copies * (2 if name in shared_leaves(cfg) else 1) for name, p in spec.items()}
     gradients = make_gradients(cfg, mesh, engine)
 
     def step(state: State, batches: Sequence[Batch]) -> tuple[State, dict[str, Tensor]]:
         grads, sums, counts = gradients(state, batches)
-        norm = optimizer.global_norm(grads, copies)
+        norm = optimizer.global_norm(grads, copies, torch.zeros((), dtype=state_dtype(cfg), device=mesh.device))
         optimizer.clip(list(grads.values()), norm, cfg.optimizer.clip_norm)
         lr = optimizer.learning_rate(state.step, cfg.optimizer, cfg.train.steps)
         with torch.no_grad():
@@ -159,18 +205,21 @@ def make_step(cfg: Config, mesh: Mesh, engine: Engine) -> Callable[[State, Seque
     return step
 
 
-def row_loss(cfg: Config, mesh: Mesh, engine: Engine, leaves: dict[str, Tensor], batch: Batch,
-             counts: dict[str, Tensor], shared: Shared | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-    """This row's share of the global loss, and sums for metrics and buffers.
+def row_loss(run: Pass, batch: Batch, counts: dict[str, Tensor], cfg: Config, stage: Stage | None = None,
+             x_TD: Tensor | None = None) -> RowLoss:
+    """A stage's share of the global loss of a row (None where it has none), the hidden states for the next stage (None behind the last),
+    and sums for metrics and buffers.
 
     :param counts: global label counts over all ranks and micro-batches; the only place where a loss is divided by a count.
-    :param shared: what this row has in common with the step's other micro-batches.
+    :param stage: None: the whole model
+    :param x_TD: hidden states of the stage before
     """
-    batch, context = own_part(cfg, batch, mesh, training=True)
-    losses, stats = speech_lm.losses(Pass(engine, leaves, context, shared), batch, context, cfg)
+    stage = stage or speech_lm.whole(cfg.model)
+    y_TD, losses, stats = speech_lm.part(run, stage, x_TD, batch, run.context, cfg)
     shares = {name: value / counts[name].clamp(min=1) for name, value in losses.items()}
-    total = shares["lm"] + cfg.train.ctc_weight * shares["ctc"] if "ctc" in shares else shares["lm"]
-    return total, stats | {f"loss_{name}": share for name, share in shares.items()}
+    terms = [shares[name] * weight for name, weight in (("lm", 1.0), ("ctc", cfg.train.ctc_weight)) if name in shares]
+    total = functools.reduce(torch.add, terms) if terms else None
+    return total, None if stage.ends else y_TD, stats | {f"loss_{name}": share for name, share in shares.items()}
 
 
 def to_device(batch: dict[str, Any], mesh: Mesh) -> Batch:

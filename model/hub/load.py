@@ -44,7 +44,7 @@ def load(path: Path, mesh: Mesh, cfg: ModelConfig | None = None, dtype: torch.dt
 
     :param path: a Hugging Face folder, one of NeMo's SALM, or a .nemo file
     :param cfg: the model to fill, where it differs from the checkpoint's own configuration in what no tensor of it shows
-    :param part: prefixes of our paths to take; the rest is only checked
+    :param part: beginnings of our paths to take; the rest is only checked
     :raises HubError: with everything that does not fit
     """
     family, own = read_config(path)

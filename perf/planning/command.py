@@ -70,6 +70,8 @@ def read(own: Mapping[str, str], overrides: Sequence[str]) -> tuple[Config, int,
             raise Refused(f"{key}={own[key]} is no number of {'ranks' if key == 'world' else 'tokens'}; give one of at least 1")
     if cfg.compile.enabled and cfg.compile.scope == "step":
         raise Refused("compile.scope=step makes one graph of a step, which is not planned; choose compile.scope=layer")
+    if cfg.parallel.pp > 1:
+        raise Refused(f"parallel.pp={cfg.parallel.pp} cuts the model into stages, which are not planned; choose parallel.pp=1")
     if "row" in own:
         cfg = planner.with_row(cfg, int(own["row"]))
     p, machine = cfg.parallel, MACHINES[name]

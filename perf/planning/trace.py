@@ -247,7 +247,7 @@ def replaced(cfg: Config, gpu: bool, memory_bytes: float) -> Iterator[None]:
     """What asks a device or other ranks for a value gets the answer that is planned with."""
     with ExitStack() as stack:
         for module, name, instead in (
-                (mesh, "_host_group", lambda rows: None), (expert, "plan", balanced(cfg)),
+                (mesh, "_group_of", lambda groups, backend=None: None), (expert, "plan", balanced(cfg)),
                 (training_step, "memory_bytes", lambda device: memory_bytes), (training_step, "every_rank", lambda flag, device: flag)):
             stack.enter_context(mock.patch.object(module, name, instead))
         if cfg.compile.enabled:

@@ -135,6 +135,7 @@ def cells() -> list[Cell]:
         Cell("dp 8, ep 2", 8, {"ep": 2}, rows=8),
         Cell("hsdp 2 x 4, ep 2", 8, {"dp_replicate": 2, "ep": 2}, rows=8),
         Cell("hsdp 2 x 4, ep 4, zero 1", 8, {"dp_replicate": 2, "ep": 4, "zero_stage": 1}, rows=8),
+        *pipelines(),
         *compiled(2, "layer", {"zero 3": {}, "zero 2": {"zero_stage": 2}, "ep 2": {"ep": 2}, "tp 2": {"tp": 2}, "cp 2": {"cp": 2}}),
         *compiled(2, "layer", {"ep 2, all to all": {"ep": 2, "ep_dispatch": "alltoall"}}),
         Cell("cp 2, each document cut, graphs of a layer", 2, DOCUMENT, compiled="layer", model=("data.multiple=4",)),
@@ -143,6 +144,43 @@ def cells() -> list[Cell]:
         Cell("tp 2, recomputed but for exchanges, graphs of a layer", 2, {"tp": 2}, own=SELECTIVE, compiled="layer"),
         *compiled(2, "step", {"ep 2, all to all": {"ep": 2, "ep_dispatch": "alltoall"}}),
         *compiled(4, "layer", {"hsdp 2 x 2, ep 2": {"dp_replicate": 2, "ep": 2}, "cp 2, tp 2, ep 4": {"cp": 2, "tp": 2, "ep": 4}}),
+    ]
+
+
+def pipelines() -> list[Cell]:
+    """Cells with stages, whose rows are what travels."""
+    looped = {"pp": 2, "pp_schedule": "interleaved_1f1b", "pp_chunks": 2}
+    return [
+        Cell("pp 2", 2, {"pp": 2, "defer_grad_sync": False}),
+        Cell("pp 2, gradients reduced once", 2, {"pp": 2, "defer_grad_sync": True}),
+        Cell("pp 2, zero 0", 2, {"pp": 2, "zero_stage": 0}),
+        Cell("pp 2, one row", 2, {"pp": 2}, rows=1),
+        Cell("pp 2, gpipe", 2, {"pp": 2, "pp_schedule": "gpipe"}),
+        Cell("pp 2, 4 stages interleaved", 2, looped),
+        Cell("pp 2, 4 stages breadth first", 2, looped | {"pp_schedule": "looped_bfs"}),
+        Cell("pp 2, experts without a token", 2, {"pp": 2}, starved=True),
+        Cell("pp 2, swiglu, tied, biases, norms of heads and batches, 1 Mamba group", 2, {"pp": 2}, model=VARIANT),
+        Cell("pp 2, first stage frozen", 2, {"pp": 2},
+             model=("model.freeze_params=[encoder,projector,ctc,decoder.embedding,'decoder.layers.[0-2]']",)),
+        Cell("pp 4", 4, {"pp": 4}),
+        Cell("pp 4, tied", 4, {"pp": 4}, model=VARIANT, quick=True),
+        Cell("pp 2, dp 2", 4, {"pp": 2}, quick=True),
+        Cell("pp 2, dp 2, zero 0", 4, {"pp": 2, "zero_stage": 0}),
+        Cell("pp 2, dp 2, zero 1", 4, {"pp": 2, "zero_stage": 1}, rows=8),
+        Cell("pp 2, dp 2, zero 2", 4, {"pp": 2, "zero_stage": 2, "defer_grad_sync": False}, rows=8),
+        Cell("pp 2, dp 2, gradients reduced once", 4, {"pp": 2, "defer_grad_sync": True}, rows=8),
+        Cell("pp 2, hsdp 2 x 1", 4, {"pp": 2, "dp_replicate": 2}),
+        Cell("pp 2, ep 2", 4, {"pp": 2, "ep": 2}),
+        Cell("pp 2, ep 2, 4 stages interleaved, tied", 4, looped | {"ep": 2}, rows=8, model=VARIANT, quick=True),
+        Cell("pp 2, tp 2", 4, {"pp": 2, "tp": 2}),
+        Cell("pp 2, cp 2", 4, {"pp": 2, "cp": 2}),
+        Cell("pp 2, utterances of 1 to 698 tokens", 2, {"pp": 2}, rows=2, kind="lengths"),
+        Cell("pp 2, tp 2, cp 2", 8, {"pp": 2, "tp": 2, "cp": 2}),
+        Cell("pp 2, cp 2, ep 2", 8, {"pp": 2, "cp": 2, "ep": 2}),
+        Cell("pp 2, cp 2, ep 4, all to all", 8, {"pp": 2, "cp": 2, "ep": 4, "ep_dispatch": "alltoall"}),
+        Cell("pp 4, dp 2, ep 2", 8, {"pp": 4, "ep": 2}, rows=8),
+        *compiled(2, "layer", {"pp 2": {"pp": 2}, "pp 2, 4 stages interleaved": looped}),
+        *compiled(4, "layer", {"pp 2, ep 2": {"pp": 2, "ep": 2}, "pp 2, tp 2": {"pp": 2, "tp": 2}}),
     ]
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from data.loader import decoding_batches
 from data.tokenizer import load_tokenizer
-from model import speech_lm
+from model.stages import own_spec
 from parallel.mesh import make_mesh, start_processes
 from training import config
 from training.evaluation import transcribe
@@ -28,7 +28,7 @@ def transcripts(overrides: list[str]) -> dict[str, Any]:
     start_processes(torch.device("cpu"))
     cfg, _ = config.load([*SMALL, *overrides])
     mesh = make_mesh(cfg.parallel, torch.device("cpu"))
-    weights = Weights(cfg, mesh, make_engine(cfg, mesh), init_state(speech_lm.spec(cfg), 3, mesh).leaves())
+    weights = Weights(cfg, mesh, make_engine(cfg, mesh), init_state(own_spec(cfg, mesh.pp_rank), 3, mesh).leaves())
     batches = list(decoding_batches(cfg.data, "held_out", mesh.dp_rank, mesh.dp))
     found = transcribe(weights, batches, load_tokenizer(cfg.data))
     return {"rows": len(batches), "transcripts": [asdict(t) for t in found]}

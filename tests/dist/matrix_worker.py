@@ -22,12 +22,15 @@ from torch.distributed.tensor.debug import CommDebugMode
 from configs.schema import Config
 from kernels.linear import OPERANDS, use_libraries
 from model import params, speech_lm
+from model.stages import own_spec, own_stages
 from parallel import sharding
+from parallel.collectives import gather_objects
 from parallel.mesh import Mesh, make_mesh, start_processes
 from tests.dist.cells import Cell, batches, cells
 from tests.dist.first import gradient_error
 from training.engine import Engine, Pass
-from training.evaluation import validation_loss
+from training.evaluation import evaluated_loss, validation_loss
+from training.pipeline import Transfers, from_end
 from training.state import State, init_state
 from training.step import Batch, make_context, make_engine, make_gradients, make_step, state_dtype
 
@@ -37,7 +40,16 @@ STEPS = 3
 def whole(spec: dict[str, params.P], tensors: dict[str, Any], mesh: Mesh) -> dict[str, Tensor]:
     """Unsharded copies of parameters, or of gradients (which arrive as local shards)."""
     parts = {name: t if hasattr(t, "full_tensor") else sharding.from_local(spec[name], t.contiguous(), mesh) for name, t in tensors.items()}
-    return {name: part.full_tensor().clone() for name, part in parts.items()}
+    return of_all_stages({name: part.full_tensor().clone() for name, part in parts.items()}, mesh)
+
+
+def of_all_stages(tensors: dict[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
+    """The tensors of the whole pipeline; of one that two stages have, the numbers must be equal."""
+    found: dict[str, Tensor] = {}
+    for part in gather_objects(tensors, mesh.pp_group) if mesh.sizes.pp > 1 else [tensors]:
+        for name, t in part.items():
+            assert torch.equal(found.setdefault(name, t), t), f"{name} differs between two stages"
+    return found
 
 
 def run(cell: Cell, precision: str) -> dict[str, Any]:
@@ -48,7 +60,7 @@ def run(cell: Cell, precision: str) -> dict[str, Any]:
     cfg = cell.config(precision)
     mesh = make_mesh(cfg.parallel, torch.device("cpu"))
     spec = dict(params.named_leaves(speech_lm.spec(cfg)))
-    state: State = init_state(speech_lm.spec(cfg), cfg.seed, mesh, state_dtype(cfg))
+    state: State = init_state(own_spec(cfg, mesh.pp_rank), cfg.seed, mesh, state_dtype(cfg))
     if cell.starved:
         for name, buffer in state.buffers.items():
             if name.endswith("router.bias"):
@@ -67,14 +79,17 @@ def run(cell: Cell, precision: str) -> dict[str, Any]:
         state, figures = step(state, rows)
         metrics.append(figures)
     return {"grads": grads, "losses": torch.stack([m["loss"].double() for m in metrics]), "norm": metrics[0]["grad_norm"].double(),
-            "evaluated": evaluated, "params": whole(spec, state.params, mesh), "buffers": state.buffers,
+            "evaluated": evaluated, "params": whole(spec, state.params, mesh), "buffers": of_all_stages(state.buffers, mesh),
             "collectives": {str(op).rpartition(".")[2]: n for op, n in comms.get_comm_counts().items()}}
 
 
 def unsplit_loss(cfg: Config, mesh: Mesh, engine: Engine, state: State, row: Batch) -> Tensor:
-    """The loss of one row of which every rank computes all, as decoding does."""
+    """The loss of one row of which every rank of a stage computes all, as decoding does."""
     run = Pass(engine, state.leaves(), make_context(cfg, row, mesh, training=False, split=False), compiled=False)
-    return speech_lm.losses(run, row, run.context, cfg)[0]["lm"].detach().double()
+    transfers = Transfers(mesh, cfg.model.decoder.d_model, state_dtype(cfg))
+    loss = evaluated_loss(run, row, cfg, own_stages(cfg, mesh.pp_rank), transfers, len(row["tokens_T"]))
+    transfers.finish()
+    return from_end(mesh, torch.zeros((), dtype=torch.float64) if loss is None else loss.double())
 
 
 def errors(got: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:

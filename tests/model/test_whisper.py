@@ -158,7 +158,8 @@ def test_glm_asr_from_samples_is_the_owners_with_its_30_seconds_of_silence(trans
     cfg.data.rows, cfg.train.ctc_weight = [row], 0
     ctx = make_context(cfg, batch, single_mesh(), training=False)
     run = runner(loaded, leaves(loaded), ctx)
-    x_TD = speech_lm.decode(run, speech_lm.encode(run, batch, ctx, {}), batch, ctx, {})
+    x_TD = speech_lm.embed(run, speech_lm.encode(run, batch, ctx, {}), batch, ctx)
+    x_TD = speech_lm.layers(run, x_TD, ctx, {})
     got = runner(loaded, leaves(loaded), ctx)(speech_lm.head_unit(loaded.cfg), decoder.logits, x_TD, torch.arange(80))
     for u, wave in enumerate(waves):
         made = extractor(wave.numpy(), sampling_rate=16000, return_attention_mask=True, return_tensors="pt")

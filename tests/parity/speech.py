@@ -111,7 +111,7 @@ def _result(loaded: Loaded, texts: list[Tensor]) -> Result:
     mel_AM, batch, ctx = mel_row(features()[: len(texts)], loaded.cfg.encoder, loaded.cfg.decoder, texts)
     weights = results.leaves(loaded)
     run, head = runner(loaded, weights, ctx), speech_lm.head_unit(loaded.cfg)
-    x_TD = speech_lm.decode(run, speech_lm.encode_features(run, mel_AM, ctx, {}), batch, ctx, {})
+    x_TD = speech_lm.layers(run, speech_lm.embed(run, speech_lm.encode_features(run, mel_AM, ctx, {}), batch, ctx), ctx, {})
     loss = run(head, decoder.loss, x_TD, batch["labels_T"]) / (batch["labels_T"] != -100).sum()
     total = int(ctx.cu_seqlens_U1[-1])
     return results.ours(runner(loaded, weights, ctx)(head, decoder.logits, x_TD, torch.arange(total)), loss, weights)

@@ -57,7 +57,7 @@ def logits(cfg: ModelConfig, tensors: dict[str, Tensor]) -> Tensor:
                     lora.binder(cfg.lora))
     ctx = token_row(cfg.decoder, [len(TOKENS)])
     run = Pass(engine, tensors, ctx)
-    x_TD = speech_lm.decode(run, None, {"tokens_T": TOKENS}, ctx, {})
+    x_TD = speech_lm.layers(run, speech_lm.embed(run, None, {"tokens_T": TOKENS}, ctx), ctx, {})
     return run(speech_lm.head_unit(cfg), decoder.logits, x_TD, torch.arange(len(TOKENS)))
 
 

@@ -50,7 +50,7 @@ def ours(loaded: Loaded) -> Result:
 def logits(loaded: Loaded, weights: dict[str, Tensor], tokens_T: Tensor, ctx: Context) -> Tensor:
     """fp32 logits of all slots."""
     run = runner(loaded, weights, ctx)
-    x_TD = speech_lm.decode(run, None, {"tokens_T": tokens_T}, ctx, {})
+    x_TD = speech_lm.layers(run, speech_lm.embed(run, None, {"tokens_T": tokens_T}, ctx), ctx, {})
     return run(speech_lm.head_unit(loaded.cfg), decoder.logits, x_TD, torch.arange(len(tokens_T)))
 
 

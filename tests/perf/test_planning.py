@@ -110,6 +110,11 @@ def test_what_cannot_be_planned_is_one_sentence(own: dict[str, str], sentence: s
     assert refused.value.args[0].startswith(sentence)
 
 
+def test_pipelines_are_not_planned() -> None:
+    with pytest.raises(command.Refused, match="^parallel.pp=2 cuts the model into stages, which are not planned; choose parallel.pp=1"):
+        command.show_plan({"world": "16"}, ["+experiment=nemotron_ep8", "parallel.pp=2"], 0.0)
+
+
 def test_layouts_keep_the_rules_and_rows_scale() -> None:
     cfg, _ = config.load(["+experiment=nemotron_ep8", "data.manifest=x", "data.tokenizer=x"])
     found = list(planner.layouts(planner.with_row(cfg, 4096), 16))

@@ -59,7 +59,7 @@ def recomputed(weights: Weights, mesh: Mesh, batch: dict[str, Any], tokens: list
         context = generation.replace(context, cu_seqlens_U1=torch.tensor([0, length], dtype=torch.int32),
                                      segments_T=torch.zeros(length, dtype=torch.int32), positions_T=torch.arange(length))
         run = Pass(weights.engine, weights.leaves, context)
-        x_TD = speech_lm.decode(run, x_AD, one, context, {})
+        x_TD = speech_lm.layers(run, speech_lm.embed(run, x_AD, one, context), context, {})
         yield run(speech_lm.head_unit(cfg.model), decoder.logits, x_TD, torch.arange(end - start - 1, length)).detach()
 
 

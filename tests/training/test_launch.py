@@ -157,3 +157,14 @@ def test_memory_counts_a_tied_table_once_and_nothing_for_the_learning_of_frozen_
     found = launch.memory(cfg, make_mesh(cfg.parallel, torch.device("cpu")))
     assert found == {"parameters": 4 * total, "moments": 8 * (total - frozen), "gradients": 4 * (total - frozen), "gathered layers": 0}
     assert frozen > 0
+
+
+def test_the_banner_says_how_the_stages_wait_and_what_would_help() -> None:
+    cfg, _ = config.load(["+experiment=digits", "parallel.pp=2", "parallel.pp_layers=[1,3]", "model.decoder.pattern=M*--"])
+    (text,) = launch.pipeline(cfg).values()
+    assert re.fullmatch(r"pp 2 \(1, 3; 1f1b, waiting [5-9]\d% of the time, [1-6]\d% with train.accumulate=8\)", text)
+    cfg.train.accumulate = 8
+    (text,) = launch.pipeline(cfg).values()
+    assert "with" not in text
+    cfg.parallel.pp = 1
+    assert launch.pipeline(cfg) == {}

@@ -42,11 +42,12 @@ def test_update_is_torch_adamw_with_decay_only_where_asked() -> None:
 def test_norm_and_clipping() -> None:
     start_processes(torch.device("cpu"))
     grads = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]]), torch.zeros(0)]
-    named = dict(zip("abc", grads, strict=True))
-    norm = optimizer.global_norm(named, {"a": 1, "b": 1, "c": 1})
+    named, zero = dict(zip("abc", grads, strict=True)), torch.zeros(())
+    norm = optimizer.global_norm(named, {"a": 1, "b": 1, "c": 1}, zero)
     assert norm.item() == pytest.approx(5.0)
-    assert optimizer.global_norm(named, {"a": 9, "b": 4, "c": 1}).item() == pytest.approx(math.sqrt(1 + 4))  # shares of copies
-    assert optimizer.global_norm({"c": grads[2]}, {"c": 1}).item() == 0
+    assert optimizer.global_norm(named, {"a": 9, "b": 4, "c": 1}, zero).item() == pytest.approx(math.sqrt(1 + 4))  # shares of copies
+    assert optimizer.global_norm({"c": grads[2]}, {"c": 1}, zero).item() == 0
+    assert optimizer.global_norm({}, {}, zero).item() == 0
     optimizer.clip(grads, norm, 10.0)
     assert grads[0][0].item() == 3.0
     optimizer.clip(grads, norm, 0.0)

@@ -14,10 +14,9 @@ from parallel.mesh import Mesh, make_mesh, start_processes
 from tests.dist.first import gradient_error
 from tests.dist.first_worker import rows
 from training import config
-from training import step as step_module
 from training.engine import Engine, Pass
 from training.state import State, init_state
-from training.step import make_context, make_engine, make_gradients, make_step
+from training.step import make_context, make_engine, make_gradients, make_step, numbered
 
 ROW = "{tokens: 256, audio_frames: 176, utterances: 6, utterance_frames: 32, label_tokens: 16}"
 SMALL = ["+experiment=digits", "compile.enabled=false", f"data.rows=[{ROW}]", "model.encoder.n_layers=2",
@@ -145,23 +144,13 @@ def test_adapters_alone_are_trained_and_dropout_is_drawn_anew_in_every_row_and_s
     assert {name for name, w in after.params.items() if not torch.equal(w.full_tensor(), before[name])} == set(state.trained)
 
 
-def test_rows_are_numbered_by_step_and_data_rank_so_that_ranks_that_share_one_draw_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_numbered_by_step_and_data_rank_so_that_ranks_that_share_one_draw_alike() -> None:
     """Six steps of two rows on each of dp 3 x cp 2 ranks: what random draws depend on is another number for each row."""
-    cfg, _ = config.load([*SMALL, "train.accumulate=2", "parallel.defer_grad_sync=false"])
-    weight = torch.ones(2, requires_grad=True)
     seen: dict[tuple[int, int, int], set[int]] = {}
-
-    def loss(cfg: Any, mesh: Any, engine: Any, leaves: Any, batch: Any, counts: Any, shared: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        seen.setdefault((number, int(batch["row"]), mesh.dp_rank), set()).add(int(batch["draw"]))
-        return weight.sum(), {}
-
-    monkeypatch.setattr(step_module, "row_loss", loss)
-    monkeypatch.setattr(step_module, "label_counts", lambda batches, mesh: {})
     for rank in range(6):
-        mesh: Any = SimpleNamespace(rank=rank, world=6, dp=3, dp_rank=rank // 2, device=torch.device("cpu"))
-        gradients = make_gradients(cfg, mesh, None)  # type: ignore[arg-type]
-        for number in range(6):
-            state: Any = SimpleNamespace(step=number, trained=["w"], leaves=lambda: {"w": weight})
-            gradients(state, [{"row": torch.tensor(row)} for row in range(2)])
+        mesh: Any = SimpleNamespace(dp=3, dp_rank=rank // 2, device=torch.device("cpu"))
+        for step in range(6):
+            for batch in numbered([{"row": torch.tensor(row)} for row in range(2)], step, mesh):
+                seen.setdefault((step, int(batch["row"]), mesh.dp_rank), set()).add(int(batch["draw"]))
     assert len(seen) == 6 * 2 * 3
     assert sorted(draw for draws in seen.values() for draw in draws) == list(range(6 * 2 * 3))

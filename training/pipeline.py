@@ -1,0 +1,160 @@
+"""Rows through the stages of a pipeline: hidden states travel forward and their gradients back, in the order of parallel/pipeline.py.
+
+Without a pipeline the one stage is the whole model and nothing travels, so that there is one way for both.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel.gather import Shared
+from parallel.mesh import Mesh
+from parallel.pipeline import BACKWARD, FORWARD, Action, Stage, next_stage
+from training.engine import Pass
+
+
+class Part(NamedTuple):
+    """What a stage has computed of a row."""
+
+    run: Pass | None  # None in a graph of its own
+    x_TD: Tensor | None  # its input
+    y_TD: Tensor | None  # its output; None behind the last
+    loss: Tensor | None  # its share of the loss; None without any
+
+
+class Transfers:
+    """Messages between the ranks of a pipeline about hidden states of one width; both ends must name them in the same order."""
+
+    def __init__(self, mesh: Mesh, width: int, dtype: torch.dtype):
+        self.mesh, self.width, self.dtype = mesh, width, dtype
+        self.sent: list[tuple[Any, Tensor]] = []  # under way, with what must live until it has left
+
+    def send(self, x_TD: Tensor, stage: int) -> None:
+        """Begin to send to the rank of a stage."""
+        x_TD = x_TD.detach().contiguous()
+        self.sent = [(work, t) for work, t in self.sent if not work.is_completed()]
+        self.sent.append((dist.isend(x_TD, group=self.mesh.pp_group, group_dst=stage % self.mesh.sizes.pp), x_TD))
+
+    def receive(self, tokens: int, stage: int) -> Callable[[], Tensor]:
+        """Begin to receive from the rank of a stage; what is returned waits for the message and gives it."""
+        x_TD = torch.empty(tokens, self.width, dtype=self.dtype, device=self.mesh.device)
+        work = dist.irecv(x_TD, group=self.mesh.pp_group, group_src=stage % self.mesh.sizes.pp)
+        assert work is not None
+
+        def arrived() -> Tensor:
+            work.wait()
+            return x_TD
+
+        return arrived
+
+    def finish(self) -> None:
+        """Wait until all has left."""
+        for work, _ in self.sent:
+            work.wait()
+        self.sent = []
+
+
+class StepWork:
+    """Forward and backward of the rows of one step; adds up the gradients of this rank's shards and the figures.
+
+    :param weights: trained shards of each stage
+    :param part_of: (stage, row, input) -> its part and its figures
+    """
+
+    def __init__(self, rows: Sequence[dict[str, Tensor]], weights: dict[int, dict[str, Tensor]], shared: Shared,
+                 part_of: Callable[[Stage, dict[str, Tensor], Tensor | None], tuple[Part, dict[str, Tensor]]]):
+        self.rows, self.weights, self.shared, self.part_of = rows, weights, shared, part_of
+        self.left = dict.fromkeys(weights, len(rows))  # backwards to come of each stage
+        self.grads: dict[str, Tensor] = {}
+        self.sums: dict[str, Tensor] = {}
+
+    def forward(self, stage: Stage, row: int, x_TD: Tensor | None) -> Part:
+        """A stage's part of a row, from the hidden states of the stage before."""
+        if x_TD is not None and stage.learns_before:
+            x_TD.requires_grad_()
+        part, stats = self.part_of(stage, self.rows[row], x_TD)
+        add_to(self.sums, {name: value.detach() for name, value in (stats | {"loss": part.loss}).items() if value is not None})
+        return part
+
+    def backward(self, stage: Stage, part: Part, dy_TD: Tensor | None) -> Tensor | None:
+        """The gradient of a part's input, where an earlier stage wants it, from that of its output."""
+        self.left[stage.index] -= 1
+        self.shared.last = self.left[stage.index] == 0
+        weights = self.weights[stage.index]
+        dx_TD, found = part_gradients(stage, part, dy_TD, list(weights.values()), allow_unused=not self.shared.last)
+        waits = zip(weights, found, strict=True)  # None: it waits for the last row
+        add_to(self.grads, {name: grad for name, grad in waits if grad is not None})
+        return dx_TD
+
+
+def part_gradients(stage: Stage, part: Part, dy_TD: Tensor | None, weights: Sequence[Tensor],
+                   allow_unused: bool = False) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+    """Gradients of a part's input (None where no earlier stage wants it) and of its weights (None for those that are not used)."""
+    ends = [(t, grad) for t, grad in ((part.loss, None), (part.y_TD, dy_TD)) if t is not None and t.requires_grad]
+    inputs = [part.x_TD] if part.x_TD is not None and stage.learns_before else []
+    if not ends or not (inputs or weights):
+        return None, [None] * len(weights)  # all of it is frozen
+    outputs, grads = zip(*ends, strict=True)
+    found = torch.autograd.grad(outputs, [*inputs, *weights], grads, allow_unused=allow_unused)
+    return (found[0] if inputs else None), found[len(inputs) :]
+
+
+def add_to(total: dict[str, Tensor], found: dict[str, Tensor]) -> None:
+    """Add up by name."""
+    total.update({name: total[name] + value if name in total else value for name, value in found.items()})
+
+
+def own_tokens(mesh: Mesh, batch: dict[str, Tensor]) -> int:
+    """The tokens of a row that this rank has between the layers."""
+    return len(batch["tokens_T"]) // (mesh.sizes.cp * mesh.sizes.tp)
+
+
+def hand_on(transfers: Transfers, own: Sequence[Stage], tokens: int, compute: Callable[[Stage, Tensor | None], Tensor]) -> Tensor | None:
+    """A row through this rank's stages, forward alone: what `compute` gives of the last of all stages, None on the other ranks."""
+    x_TD: Tensor | None = None
+    for stage in own:
+        x_TD = compute(stage, None if stage.enters else transfers.receive(tokens, stage.index - 1)())
+        if not stage.ends:
+            transfers.send(x_TD, stage.index + 1)
+    return x_TD if own[-1].ends else None
+
+
+def from_end(mesh: Mesh, x: Tensor) -> Tensor:
+    """The tensor of the rank that has the last stage, written into that of every rank of the pipeline."""
+    if mesh.sizes.pp > 1:
+        dist.broadcast(x, group=mesh.pp_group, group_src=mesh.sizes.pp - 1)
+    return x
+
+
+def carry_out(actions: Sequence[Action], stages: Sequence[Stage], tokens: Sequence[int], transfers: Transfers, work: StepWork) -> None:
+    """A rank's actions of one step.
+
+    :param stages: of all ranks
+    :param tokens: that this rank has of each row
+    """
+    arriving: dict[tuple[str, int, int], Callable[[], Tensor]] = {}
+    leaving: dict[tuple[str, int, int], Tensor] = {}
+    held: dict[tuple[int, int], Part] = {}
+    for kind, way, index, row in actions:
+        key, wanted = (way, index, row), way == FORWARD or (index + 1 < len(stages) and stages[index + 1].learns_before)
+        if kind == "receive" and wanted:
+            arriving[key] = transfers.receive(tokens[row], index + (1 if way == BACKWARD else -1))
+        elif kind == "send" and key in leaving:
+            transfers.send(leaving.pop(key), next_stage(Action(kind, way, index, row)))
+        elif kind == FORWARD:
+            arrived = arriving.pop(key, None)
+            part = held[index, row] = work.forward(stages[index], row, arrived() if arrived else None)
+            if part.y_TD is not None:
+                leaving[key] = part.y_TD
+        elif kind == BACKWARD:
+            part, arrived = held.pop((index, row)), arriving.pop(key, None)
+            if arrived and part.run:
+                part.run.prepare_backward()
+            dx_TD = work.backward(stages[index], part, arrived() if arrived else None)
+            del part
+            if dx_TD is not None:
+                leaving[key] = dx_TD
+    transfers.finish()
