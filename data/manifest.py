@@ -70,10 +70,10 @@ class Manifest:
 def read_manifest(path: str | Path, on_bad_text: str = "fail", text_only: bool = False) -> Manifest:
     """The utterances of a manifest, plain or gzipped. Any malformed line is an error, and with on_bad_text=fail any bad text.
 
-    :param text_only: a line is {"text": ...}, or with it "prompt", what the text answers, and "id"
+    :param text_only: a line, or a row of a parquet file, is {"text": ...}, or with it "prompt", what the text answers, and "id"
     """
     path = str(path)
-    blob = _read(path)
+    blob = _read(path, columns=text_only)
     places: list[tuple[int, int, int]] = []
     seen: set[str] = set()
     repeated: set[str] = set()
@@ -102,13 +102,29 @@ def transcript(utterance: Utterance) -> str:
         raise utterance.fault(error.reason, str(error)) from error
 
 
-def _read(path: str) -> bytes:
+def _read(path: str, columns: bool = False) -> bytes:
+    """The lines of a file; with `columns` the rows of a parquet file are lines too."""
     try:
+        if columns and path.endswith(".parquet"):
+            return _read_rows(path)
         blob = Path(path).read_bytes()
         return gzip.decompress(blob) if blob[:2] == b"\x1f\x8b" else blob
     except (OSError, EOFError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise DataError(f"the manifest {path} cannot be read ({reason}); check the path") from error
+
+
+def _read_rows(path: str) -> bytes:
+    """The rows of a parquet file as lines of JSON."""
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import read_table
+    except ImportError as error:
+        raise DataError(f"the manifest {path} is parquet, which needs pyarrow; type pip install pyarrow") from error
+    try:
+        return b"\n".join(json.dumps(row, default=str).encode() for row in read_table(path).to_pylist())
+    except ArrowException as error:
+        raise DataError(f"the manifest {path} cannot be read as parquet ({error}); write it again, or under another name") from error
 
 
 def _parse(raw: bytes, path: str, line: int, repeated: frozenset[str], text_only: bool) -> Utterance:
@@ -133,7 +149,7 @@ def _parse_text(entry: dict[str, Any], where: str, line: int) -> Utterance:
     prompt = entry.get("prompt")
     if prompt is not None and not isinstance(prompt, str):
         raise DataError(f"{where}: prompt is {prompt!r}, not a string")
-    return Utterance(f"{entry.get('id', 'text')}#{line}", where, entry["text"], 0.0, None, extra={"prompt": prompt})
+    return Utterance(f"{entry.get('id') or 'text'}#{line}", where, entry["text"], 0.0, None, extra={"prompt": prompt})
 
 
 def _parse_nemo(entry: dict[str, Any], path: str, where: str) -> Utterance:

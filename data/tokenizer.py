@@ -10,6 +10,7 @@ from typing import Any
 import tokenizers
 
 from configs.schema import DataConfig
+from data import spm
 from data.errors import DataError, UtteranceError
 from data.packing import AUDIO
 from data.prompts import FORMATS, Format, Span, Turn, spans
@@ -20,7 +21,7 @@ CHECKOUT = Path(__file__).parent.parent
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer.json and the ids of its special tokens; `encode` adds no special token by itself."""
+    """A tokenizer and the ids of its special tokens; `encode` adds no special token by itself."""
 
     backend: tokenizers.Tokenizer
     audio_id: int  # stands where the audio frames go; no row of an embedding belongs to it
@@ -58,14 +59,15 @@ class Tokenizer:
 def load_tokenizer(cfg: DataConfig) -> Tokenizer:
     """The tokenizer of the configuration; a relative path counts from the working directory, then from the checkout."""
     name = given(cfg, "tokenizer")
-    places = [place / name / file for place in (Path(), CHECKOUT) for file in ("", "tokenizer.json")]
+    places = [place / name / file for place in (Path(), CHECKOUT) for file in ("", "tokenizer.json", "tokenizer.model")]
     path = next((p for p in places if p.is_file()), None)
     if path is None:
         raise DataError(f"data.tokenizer: there is no file {name}; give the path of a tokenizer.json, or of the folder that holds it")
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
+        backend = spm.read(path) if path.suffix == ".model" else tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
-        raise DataError(f"data.tokenizer: {path} is not a tokenizer.json ({error}); save it with the tokenizers library") from error
+        kind = "tokenizer.model" if path.suffix == ".model" else "tokenizer.json"
+        raise DataError(f"data.tokenizer: {path} is not a {kind} ({error}); save it with the library that it is of") from error
 
     audio_id = backend.token_to_id(cfg.audio_token)
     if audio_id is None:  # published language models know nothing of audio

@@ -77,6 +77,19 @@ def test_bad_lines_are_named(line, words, tmp_path):
         read_manifest(manifest(tmp_path, [line]), text_only=True)
 
 
+def test_rows_of_a_parquet_file_are_lines(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    columns = {"text": None, "prompt": None, "id": None, "other": 1.5}
+    table = pytest.importorskip("pyarrow").Table.from_pylist([columns | line for line in LINES])
+    parquet.write_table(table, tmp_path / "text.parquet")
+    lines, rows = read_manifest(manifest(tmp_path, LINES), text_only=True), read_manifest(tmp_path / "text.parquet", text_only=True)
+    assert len(rows) == len(lines) == 3
+    assert [(u.id, u.text, u.extra) for u in (rows[i] for i in range(3))] == [(u.id, u.text, u.extra) for u in (lines[i] for i in range(3))]
+    (tmp_path / "text.parquet").write_text("no parquet")
+    with pytest.raises(DataError, match=r"text.parquet cannot be read as parquet .*; write it again"):
+        read_manifest(tmp_path / "text.parquet", text_only=True)
+
+
 def text_run(folder: Path) -> Config:
     cfg, missing = config.load([
         "+experiment=digits", "data=text", "model.encoder=null", "train.ctc_weight=0", f"data.manifest={manifest(folder, LINES)}",
