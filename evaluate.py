@@ -109,6 +109,11 @@ def work(cfg: Config, asked: EvaluateConfig, mesh: Mesh) -> Iterable[tuple[str, 
         yield name, read_once(functools.partial(decoding_batches, cfg.data, name, mesh.dp_rank, mesh.dp), mesh)
 
 
+def beside(checkpoint: Path, name: str) -> Path:
+    """Where the hypotheses of a set go unless `output` says it."""
+    return checkpoint.with_name(f"{checkpoint.name}.{name.replace('/', '_')}.jsonl")
+
+
 def report(found: list[Transcript], name: str, asked: EvaluateConfig, output: Path, seconds: float) -> dict[str, Any]:
     """Write the hypotheses and print what a person wants to see; returns the figures."""
     if asked.audio is not None:
@@ -157,7 +162,7 @@ def main(arguments: list[str]) -> None:
             started = time.perf_counter()
             found = transcribe(weights, batches, tokenizer)
             if mesh.rank == 0:
-                output = Path(asked.output) if asked.output else path.with_name(f"{path.name}.{Path(name).stem}.jsonl")
+                output = Path(asked.output) if asked.output else beside(path, name)
                 results.append(report(found, name, asked, output, time.perf_counter() - started))
         if mesh.rank == 0:
             print(json.dumps({"checkpoint": str(path), "results": results}, ensure_ascii=False))

@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> None:
             "recompiles_after_warmup": outcome.recompiles_after_warmup,
         }
         print(f"interrupted at step {outcome.steps}; the same command continues" if outcome.interrupted
-              else f"done: python evaluate.py checkpoint={cfg.run_dir} audio=YOUR.wav", flush=True)
+              else f"done: {launch.next_command(cfg)}", flush=True)
         print(json.dumps(figures), flush=True)
 
 

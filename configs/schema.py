@@ -28,10 +28,24 @@ class EncoderConfig:
 
 
 @dataclass
+class QFormerConfig:
+    """Learned queries that read the encoder's layers; an utterance becomes so many audio tokens."""
+
+    queries: int = 0  # audio tokens of an utterance, whatever its length; 0: no queries, frames are
+    n_layers: int = 2  # each with attention among the queries, attention to the frames, and a feed-forward layer
+    n_heads: int = 8  # attention heads; the width is the encoder's
+    ffn: int = 3072  # feed-forward width
+
+
+@dataclass
 class ProjectorConfig:
-    """From encoder frames, four side by side where they last 20 ms, to the width of the language model."""
+    """From encoder frames, four side by side where they last 20 ms, to the width of the language model. All but `hidden` needs a
+    fastconformer."""
 
     hidden: int = 0  # width between two linear layers with a GELU; 0: one linear layer
+    encoder_layers: list[int] = field(default_factory=list)  # encoder layers that are read side by side, from 0; empty: the last
+    conformer: EncoderConfig = field(default_factory=lambda: EncoderConfig(n_layers=0))  # n_layers Conformer layers before the linear one
+    qformer: QFormerConfig = field(default_factory=QFormerConfig)  # queries that read encoder_layers
 
 
 @dataclass
@@ -46,6 +60,7 @@ class RopeScaling:
     beta_fast: float = 32.0  # yarn: turns above which a frequency is kept
     beta_slow: float = 1.0  # yarn: turns below which it is slowed in full
     attention_factor: float | None = None  # yarn: factor on rotated queries and keys; null: 0.1 ln(factor) + 1
+    truncate: bool = True  # yarn: kept and slowed frequencies begin at whole numbers
 
 
 @dataclass
@@ -138,16 +153,17 @@ class RowSize:
 class DataConfig:
     """Where utterances come from and how they are packed."""
 
-    kind: str = "manifest"  # manifest (NeMo JSONL or Lhotse cuts) | text (JSONL, for model.encoder=null) | digits (the embedded demo)
+    kind: str = "manifest"  # manifest (NeMo JSONL, Lhotse cuts) | text (JSONL, parquet; for model.encoder=null) | digits (the demo)
     manifest: str = MISSING  # training manifest, a path
     validation: dict[str, str] = field(default_factory=dict)  # name -> manifest of each validation set
-    tokenizer: str = MISSING  # path of a tokenizer.json
+    tokenizer: str = MISSING  # path of a tokenizer.json or of sentencepiece's tokenizer.model, or of the folder that holds it
     prompt_format: str = "plain"  # strings around the turns, a key of data/prompts.py: nemotron-nano-v3 | qwen3 | llama3 | ...
     system: str | None = None  # system turn; null: what the format prescribes
     prompt: str = "<|audio|>"  # the user's turn; <|audio|> marks the frames
     audio_token: str = "<|audio|>"  # the placeholder in prompt; added to a tokenizer that has no such token
     eos_token: str | None = None  # ends an answer, always supervised; null: the format's own
     encoder: str = "fastconformer"  # whose frames are counted; config.yaml sets it to model.encoder.kind
+    queries: int = 0  # audio tokens of an utterance; 0: its frames; config.yaml sets it to model.projector.qformer.queries
     sample_rate: int = 16000  # Hz; other rates are resampled
     channels: str = "mean"  # mean | first | error, for files with several channels
     rows: list[RowSize] = field(default_factory=list)  # allowed row sizes, smallest first

@@ -65,7 +65,8 @@ def file_batches(cfg: DataConfig, path: str | Path, rank: int, world: int) -> It
     cfg = replace(cfg, multiple=1)
     utterance, written = whole_file(path), writer(cfg)
     samples = count_samples(utterance.duration_sec, cfg.sample_rate)
-    item = Item(utterance.id, "", written.prompt, (), (), load_of(len(written.prompt), 0, samples, 0, cfg.encoder), utterance)
+    load = load_of(len(written.prompt), 0, samples, 0, cfg.encoder, queries=cfg.queries)
+    item = Item(utterance.id, "", written.prompt, (), (), load, utterance)
     return _one_pass(in_pieces(FixedSource((item,)), cfg), cfg, rank, world)
 
 
@@ -74,9 +75,9 @@ def _one_pass(source: Source, cfg: DataConfig, rank: int, world: int) -> Iterato
     return _deliver(plans, cfg, Ledger(len(source), cfg.max_skipped), {}, (0, 0, rank), keep_empty=True)
 
 
-def empty_batch(row: RowSize, encoder: str = "fastconformer") -> Batch:
+def empty_batch(row: RowSize, encoder: str = "fastconformer", queries: int = 0) -> Batch:
     """A row of no utterance: the shapes of every batch of this size."""
-    return {name: torch.from_numpy(array) for name, array in pack_row([], row, encoder).items()}
+    return {name: torch.from_numpy(array) for name, array in pack_row([], row, encoder, queries=queries).items()}
 
 
 @dataclass

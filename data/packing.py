@@ -137,29 +137,37 @@ class Load:
         return ", ".join(f"{key} {value} > {getattr(size, key)}" for key, value in vars(self).items() if value > getattr(size, key))
 
 
-def load_of(prompt_tokens: int, answer_tokens: int, samples: int, ends: int = 1, encoder: str = "fastconformer", multiple: int = 1) -> Load:
+def load_of(prompt_tokens: int, answer_tokens: int, samples: int, ends: int = 1, encoder: str = "fastconformer", multiple: int = 1,
+            queries: int = 0) -> Load:
     """Load of one utterance: `prompt_tokens` with the audio placeholder if there is an encoder, transcript, `ends` end tokens, samples; its
-    slots are a multiple of `multiple`."""
+    slots are a multiple of `multiple`.
+
+    :param queries: audio tokens of any utterance, if its frames are not the audio tokens
+    """
     counting = COUNTING[encoder]
     frames, placeholders = counting.tokens(samples), int(encoder != "none")
-    tokens = prompt_tokens - placeholders + frames + answer_tokens + ends
+    tokens = prompt_tokens - placeholders + (queries or frames) + answer_tokens + ends
     return Load(-(-tokens // multiple) * multiple, counting.slots(samples), 1, frames, placeholders * answer_tokens)
 
 
-def pack_row(utterances: Sequence[Example], size: RowSize, encoder: str = "fastconformer", multiple: int = 1) -> dict[str, np.ndarray]:
+def pack_row(utterances: Sequence[Example], size: RowSize, encoder: str = "fastconformer", multiple: int = 1,
+             queries: int = 0) -> dict[str, np.ndarray]:
     """One row of static shape: T = size.tokens, U = size.utterances, A = size.audio_frames, S = 1280 A, L = size.label_tokens.
 
     Any number of utterances that fits, also none; each takes a multiple of `multiple` slots. The answer and the end token are supervised,
     nothing else.
     """
-    total = sum((load_of(len(u.prompt), len(u.answer), len(u.samples), len(u.end), encoder, multiple) for u in utterances), Load())
+    loads = [load_of(len(u.prompt), len(u.answer), len(u.samples), len(u.end), encoder, multiple, queries) for u in utterances]
+    total = sum(loads, Load())
     if excess := total.excess(size):
         raise ValueError(f"utterances {', '.join(u.id for u in utterances)} do not fit the row: {excess}")
     samples = np.array([len(u.samples) for u in utterances], dtype=np.int64)
     slots = np.array([COUNTING[encoder].slots(int(n)) for n in samples], dtype=np.int64)
     starts, frames = np.cumsum(slots) - slots, COUNTING[encoder].tokens(samples)
     one = np.s_[:, :0] if encoder == "none" else np.s_[:, :]  # audio an utterance, or none of a text
-    return _token_fields(utterances, frames[:, None][one], starts[:, None][one], size, multiple) \
+    numbers = np.arange(len(samples))
+    tokens, firsts = (np.full_like(numbers, queries), numbers * queries) if queries else (frames, starts)  # where the audio tokens are
+    return _token_fields(utterances, tokens[:, None][one], firsts[:, None][one], size, multiple) \
         | _audio_fields(utterances, samples, frames, slots, starts, size) | _ctc_fields([] if encoder == "none" else utterances, size)
 
 

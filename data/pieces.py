@@ -45,7 +45,7 @@ def in_pieces(source: Source, cfg: DataConfig) -> PieceSource:
         try:
             item = source.item(index)
             if isinstance(item.audio, Utterance) and item.without_answer().load.excess(largest):
-                longest_sec = longest_samples(len(item.prompt), largest, cfg.encoder) / cfg.sample_rate
+                longest_sec = longest_samples(len(item.prompt), largest, cfg.encoder, cfg.queries) / cfg.sample_rate
                 pieces = _count(item.audio.duration_sec, longest_sec)
         except UtteranceError:
             pass
@@ -53,12 +53,12 @@ def in_pieces(source: Source, cfg: DataConfig) -> PieceSource:
     return PieceSource(source, cfg, tuple(places), longest_sec)
 
 
-def longest_samples(prompt_tokens: int, row: RowSize, encoder: str) -> int:
+def longest_samples(prompt_tokens: int, row: RowSize, encoder: str, queries: int = 0) -> int:
     """Most samples of an utterance without an answer that fits the row."""
     low, high = 0, row.audio_frames * FRAME_SAMPLES
     while low < high:
         middle = (low + high + 1) // 2
-        fits = not load_of(prompt_tokens, 0, middle, 0, encoder).excess(row)
+        fits = not load_of(prompt_tokens, 0, middle, 0, encoder, queries=queries).excess(row)
         low, high = (middle, high) if fits else (low, middle - 1)
     return low
 
@@ -77,7 +77,7 @@ def _piece(item: Item, piece: int, pieces: int, longest_sec: float, cfg: DataCon
     whole = item.audio
     start_sec, end_sec = (_cut_sec(whole, number, pieces, _reach(longest_sec), cfg) for number in (piece, piece + 1))
     audio = _part(whole, start_sec, end_sec - start_sec)
-    load = load_of(len(item.prompt), 0, count_samples(audio.duration_sec, cfg.sample_rate), 0, cfg.encoder)
+    load = load_of(len(item.prompt), 0, count_samples(audio.duration_sec, cfg.sample_rate), 0, cfg.encoder, queries=cfg.queries)
     return replace(item, load=load, audio=audio, piece=piece)
 
 

@@ -53,6 +53,7 @@ class Writer:
     form: Format
     prompt: tuple[int, ...]
     encoder: str  # which counts audio tokens
+    queries: int = 0  # or so many
     system: str | None = None  # of a text with a prompt of its own
     eos: str | None = None
     multiple: int = 1  # of the slots that an utterance takes
@@ -60,7 +61,7 @@ class Writer:
     def item(self, name: str, text: str, samples: int, audio: Utterance | digits.DigitString) -> Item:
         """The item of a clean transcript; raises UtteranceError for text that the tokenizer would not keep."""
         answer = tuple(answer_ids(text, self.tokenizer, self.form))
-        load = load_of(len(self.prompt), len(answer), samples, encoder=self.encoder, multiple=self.multiple)
+        load = load_of(len(self.prompt), len(answer), samples, encoder=self.encoder, multiple=self.multiple, queries=self.queries)
         return Item(name, text, self.prompt, answer, (self.tokenizer.eos_id,), load, audio)
 
 
@@ -79,8 +80,8 @@ def writer(cfg: DataConfig) -> Writer:
     """Tokenizer and prompt of the configuration."""
     tokenizer = load_tokenizer(cfg)
     if cfg.kind == "text":
-        return Writer(tokenizer, prompt_format(cfg), (), "none", cfg.system, cfg.eos_token, cfg.multiple)
-    return Writer(tokenizer, prompt_format(cfg), tuple(prompt_ids(cfg, tokenizer)), cfg.encoder, multiple=cfg.multiple)
+        return Writer(tokenizer, prompt_format(cfg), (), "none", 0, cfg.system, cfg.eos_token, cfg.multiple)
+    return Writer(tokenizer, prompt_format(cfg), tuple(prompt_ids(cfg, tokenizer)), cfg.encoder, cfg.queries, multiple=cfg.multiple)
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,8 @@ def _check_longest_string(cfg: DataConfig, written: Writer) -> None:
     samples = digits.longest_samples(cfg.max_words)
     first, other = (max(digits.WORDS, key=lambda word: len(written.tokenizer.encode(before + word))) for before in ("", "zero "))
     tokens = len(answer_ids(" ".join([first, *[other] * (cfg.max_words - 1)]), written.tokenizer, written.form))
-    excess = load_of(len(written.prompt), tokens, samples, encoder=cfg.encoder, multiple=cfg.multiple).excess(row_sizes(cfg)[-1])
+    load = load_of(len(written.prompt), tokens, samples, encoder=cfg.encoder, multiple=cfg.multiple, queries=cfg.queries)
+    excess = load.excess(row_sizes(cfg)[-1])
     if excess:
         raise DataError(f"data.rows: a string of data.max_words={cfg.max_words} words can exceed the largest row ({excess}); enlarge it")
 

@@ -55,13 +55,14 @@ class Rows(Dataset[Any]):
                     return end
             except Exception as error:
                 raise RuntimeError(f"while reading utterance {item.id}: {type(error).__name__}: {error}") from error
-        arrays = pack_row(examples, plan.row, self.cfg.encoder, self.cfg.multiple)
+        arrays = pack_row(examples, plan.row, self.cfg.encoder, self.cfg.multiple, self.cfg.queries)
         batch: Batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
         batch["ids"] = [made.id for made in examples]
         batch["texts"] = texts
         batch["pieces"] = pieces
         batch["audio_sec"] = sum(len(made.samples) for made in examples) / self.cfg.sample_rate
-        used = sum(load_of(len(e.prompt), len(e.answer), len(e.samples), len(e.end), self.cfg.encoder).tokens for e in examples)
+        used = sum(load_of(len(e.prompt), len(e.answer), len(e.samples), len(e.end), self.cfg.encoder, queries=self.cfg.queries).tokens
+                   for e in examples)
         batch["fill"] = used / plan.row.tokens
         return Made(batch, tuple(dropped), plan.state)
 

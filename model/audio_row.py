@@ -1,6 +1,7 @@
 """Slots of the flat audio row, at any number a frame: where each is within its utterance, and which are real."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.ragged import Layout
@@ -22,6 +23,12 @@ def slot_positions(rate: int, ctx: Context) -> Tensor:
 def valid_slots(lengths_U: Tensor, rate: int, ctx: Context) -> Tensor:
     """bool [A * rate]: slots among the first lengths_U of their utterance, `rate` slots an encoder frame."""
     return slot_positions(rate, ctx) < spread(lengths_U, rate, ctx)
+
+
+def bounds(ctx: Context) -> Tensor:
+    """int64 [U + 1]: first frame of each utterance's place in the row, and the end of the last; unused utterances have none there."""
+    utterances = torch.arange(len(ctx.audio_starts_U), device=ctx.audio_segments_A.device)
+    return F.pad((ctx.audio_segments_A == utterances[:, None]).sum(1).cumsum(0), (1, 0))
 
 
 def layout(ctx: Context) -> Layout:

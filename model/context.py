@@ -1,12 +1,12 @@
 """What every layer may need besides its weights and its input."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from configs.schema import DecoderConfig, EncoderConfig
+from configs.schema import DecoderConfig, EncoderConfig, ProjectorConfig
 
 
 @dataclass(frozen=True)
@@ -39,3 +39,4 @@ class Context:
     split_group: ProcessGroup | None = None  # the ranks of both, over which the audio of the row is split; None: all of it is here
     draw: Tensor | None = None  # int64, number of this row among the rows of all steps: what random draws depend on
     training: bool = True
+    projector: ProjectorConfig = field(default_factory=ProjectorConfig)

@@ -54,6 +54,11 @@ def subsample(w: Weights, mel: Tensor, ctx: Context) -> Tensor:
     x = _linear(conv["3"], _stride2(conv["2"], x, 1, ctx))
     x = _linear(conv["6"], _stride2(conv["5"], x, 2, ctx))
     x_AD = _linear(w["out"], torch.relu(x.transpose(1, 2).flatten(1)))  # the weight counts mel bins fastest, then channels
+    return scaled(x_AD, ctx)
+
+
+def scaled(x_AD: Tensor, ctx: Context) -> Tensor:
+    """What enters the first layer."""
     return x_AD * math.sqrt(ctx.encoder.d_model) if ctx.encoder.xscaling else x_AD
 
 

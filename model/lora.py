@@ -7,7 +7,7 @@ routed experts [E, O, I] are added up instead, for a grouped product takes one m
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -136,15 +136,11 @@ def row_lengths(weight: Tensor) -> Tensor:
     return torch.linalg.vector_norm(widen(weight), dim=-1)
 
 
-def merge(tensors: dict[str, Tensor], cfg: LoraConfig) -> dict[str, Tensor]:
-    """Whole tensors by dotted path, the adapters added to their matrices and gone."""
-    adapters: dict[str, dict[str, Tensor]] = {}
-    for path, tensor in tensors.items():
-        name, _, part = path.rpartition(".")
-        if name.endswith(SUFFIX):
-            adapters.setdefault(name.removesuffix(SUFFIX), {})[part] = tensor
-    kept = {path: t for path, t in tensors.items() if not path.rpartition(".")[0].endswith(SUFFIX)}
-    return kept | {path: merged(tensors[path], a, scale(a["a"].shape[-2], cfg)) for path, a in adapters.items()}
+def merge(path: str, read: Callable[[str], Tensor], names: Container[str], cfg: LoraConfig) -> Tensor:
+    """The whole tensor at `path`, with its adapter added where one of `names` is its; `read` gives whole tensors by name."""
+    parts = {part: f"{path}{SUFFIX}.{part}" for part in ("a", "b", "magnitude")}
+    adapter = {part: read(name) for part, name in parts.items() if name in names}
+    return merged(read(path), adapter, scale(adapter["a"].shape[-2], cfg)) if adapter else read(path)
 
 
 def targets(spec: Tree, patterns: Sequence[str]) -> dict[str, P]:

@@ -39,8 +39,10 @@ def _slowed(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
         kept = (turns - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency)
     else:  # yarn: linear in the number of the frequency
         last = 2 * len(frequencies) - 1
-        low = max(math.floor(_number(scaling.beta_fast, len(frequencies), theta, scaling)), 0)
-        high = min(math.ceil(_number(scaling.beta_slow, len(frequencies), theta, scaling)), last)
+        low, high = (_number(beta, len(frequencies), theta, scaling) for beta in (scaling.beta_fast, scaling.beta_slow))
+        if scaling.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, last)
         numbers = torch.arange(len(frequencies), device=frequencies.device, dtype=frequencies.dtype)
         kept = 1 - (numbers - low) / max(high - low, 0.001)
     kept = kept.clamp(0, 1)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from configs.schema import Config, EncoderConfig, ModelConfig
@@ -86,21 +87,24 @@ def encode(run: Run, batch: dict[str, Tensor], ctx: Context, stats: Stats) -> Te
 
 
 def encode_features(run: Run, mel_AM: Tensor, ctx: Context, stats: Stats) -> Tensor:
-    """The same of log-mel features [8 A, M]."""
-    encoder = ENCODERS[ctx.encoder.kind]
+    """The same of log-mel features [8 A, M]; the outputs of several layers side by side where the projector reads them."""
+    encoder, read = ENCODERS[ctx.encoder.kind], []
     x_AD = run(("encoder.subsampling",), encoder.subsample, mel_AM)
     for i in range(ctx.encoder.n_layers):
         unit = f"encoder.layers.{i}"
         x_AD, sums = run((unit,), encoder.forward, x_AD)
         stats.update({f"{unit}.{name}": value for name, value in sums.items()})
-    return x_AD
+        read += [x_AD] * ctx.projector.encoder_layers.count(i)
+    return torch.cat(read, 1) if read else x_AD
 
 
-def embed(run: Run, x_AD: Tensor | None, batch: dict[str, Tensor], ctx: Context) -> Tensor:
-    """The token row's embeddings [T, D], whose audio slots take their frames from x_AD."""
+def embed(run: Run, x_AD: Tensor | None, batch: dict[str, Tensor], ctx: Context, stats: Stats | None = None) -> Tensor:
+    """The token row's embeddings [T, D], whose audio slots take their frames from x_AD; adds the projector's sums to `stats`."""
     if x_AD is None:
         return run(("decoder.embedding",), decoder.embed_text, batch["tokens_T"])
-    frames_AD = run(projector_unit(ctx.encoder), projector.forward, x_AD)
+    frames_AD, sums = run(projector_unit(ctx.encoder), projector.forward, x_AD)
+    if stats is not None:
+        stats.update({f"projector.{name}": value for name, value in sums.items()})
     return run(("decoder.embedding",), decoder.embed, frames_AD, batch["tokens_T"], batch["frames_T"])
 
 
@@ -129,7 +133,7 @@ def part(run: Run, stage: Stage, x_TD: Tensor | None, batch: dict[str, Tensor], 
         x_AD = encode(run, batch, ctx, stats) if cfg.model.encoder is not None else None
         if x_AD is not None and cfg.train.ctc_weight > 0:
             losses["ctc"] = run(("ctc",), ctc.loss, x_AD, batch["ctc_labels_UL"], batch["ctc_lengths_U"])
-        x_TD = embed(run, x_AD, batch, ctx)
+        x_TD = embed(run, x_AD, batch, ctx, stats)
     x_TD = layers(run, x_TD, ctx, stats, stage.layers)
     if stage.ends:
         losses["lm"] = run(head_unit(cfg.model), decoder.loss, x_TD, batch["labels_T"])
@@ -155,6 +159,8 @@ def update(buffers: dict[str, Tensor], stats: Stats, cfg: ModelConfig) -> dict[s
 def _updates(cfg: ModelConfig) -> Iterator[tuple[str, Callable[..., dict[str, Tensor]], Any]]:
     for i in range(cfg.encoder.n_layers if cfg.encoder and cfg.encoder.kind == "fastconformer" else 0):
         yield f"encoder.layers.{i}.", fastconformer.update, cfg.encoder
+    for i in range(cfg.projector.conformer.n_layers if cfg.encoder else 0):
+        yield f"projector.layers.{i}.", fastconformer.update, cfg.projector.conformer
     for i, kind in enumerate(cfg.decoder.pattern):
         if hasattr(decoder.LAYERS[kind], "update"):
             yield f"decoder.layers.{i}.", decoder.LAYERS[kind].update, cfg.decoder

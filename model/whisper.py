@@ -13,7 +13,7 @@ from torch import Tensor
 
 from configs.schema import EncoderConfig
 from kernels.attention import attention
-from model.audio_row import slot_positions, valid_slots
+from model.audio_row import bounds, slot_positions, valid_slots
 from model.context import Context
 from model.lengths import COUNTING, halved
 from model.lengths import WHISPER_FRAMES_PER_SLOT as RATE
@@ -94,11 +94,9 @@ def _attention(w: Weights, h_AD: Tensor, ctx: Context) -> Tensor:
 
 def _places(ctx: Context) -> tuple[Tensor, Tensor]:
     """Boundaries of the utterances' places in the row of frames [U + 1], and of the frames among them that are real [2, U]."""
-    utterances = torch.arange(len(ctx.audio_starts_U), device=ctx.audio_segments_A.device)
-    sizes_U = (ctx.audio_segments_A == utterances[:, None]).sum(1) * RATE
-    bounds = F.pad(sizes_U.cumsum(0), (1, 0))
+    places_U1 = bounds(ctx) * RATE
     real_U = halved(COUNTING[ctx.encoder.kind].mel(ctx.audio_samples_U))
-    return bounds.int(), torch.stack((bounds[:-1], bounds[:-1] + real_U)).int()
+    return places_U1.int(), torch.stack((places_U1[:-1], places_U1[:-1] + real_U)).int()
 
 
 def _norm_spec(width: int) -> dict[str, P]:

@@ -23,7 +23,7 @@ def window_frames(ctx: Context, ranks: int) -> int:
 
 def own_utterances(row: dict[str, Tensor], ctx: Context, ranks: int, rank: int) -> dict[str, Tensor]:
     """`row` with the samples and the audio FIELDS of this rank's window, where other ranks' utterances have no frame, and with frames_T
-    counting the frames of all windows, one after the other."""
+    counting the frames (or queries) of all windows, one after the other."""
     whole, window = len(ctx.audio_segments_A), window_frames(ctx, ranks)
     part, utterances = -(-whole // ranks), len(ctx.audio_starts_U)
     frames_A = torch.arange(whole, device=ctx.audio_segments_A.device)
@@ -36,7 +36,11 @@ def own_utterances(row: dict[str, Tensor], ctx: Context, ranks: int, rank: int) 
     owned_U = ctx.audio_starts_U // part == rank
     samples_AS = row["audio_S"].unflatten(0, (whole, FRAME_SAMPLES))[place_A]
     taken_T = row["frames_T"].clamp(min=0)
-    owners_T = owners_A[taken_T].clamp(max=ranks - 1)
+    if queries := ctx.projector.qformer.queries:  # every rank has a place for those of all utterances
+        frames_T = ctx.audio_starts_U[taken_T // queries] // part * (utterances * queries) + taken_T
+    else:
+        owners_T = owners_A[taken_T].clamp(max=ranks - 1)
+        frames_T = owners_T * window + taken_T - firsts_R[owners_T]
     return row | {
         "audio_S": torch.where(here_A[:, None], samples_AS, 0).flatten(),
         "audio_starts_U": torch.where(owned_U, ctx.audio_starts_U - firsts_R[rank], 0).clamp(min=0),
@@ -44,7 +48,7 @@ def own_utterances(row: dict[str, Tensor], ctx: Context, ranks: int, rank: int) 
         "audio_lengths_U": torch.where(owned_U, ctx.audio_lengths_U, 0),
         "audio_segments_A": torch.where(here_A, ctx.audio_segments_A[place_A], utterances),
         "audio_positions_A": torch.where(here_A, ctx.audio_positions_A[place_A], 0),
-        "frames_T": torch.where(row["frames_T"] < 0, -1, owners_T * window + taken_T - firsts_R[owners_T])}
+        "frames_T": torch.where(row["frames_T"] < 0, -1, frames_T)}
 
 
 def gather_frames(frames_AD: Tensor, ctx: Context) -> Tensor:

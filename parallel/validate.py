@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from configs.schema import Config, RowSize
+from configs.schema import Config, EncoderConfig, QFormerConfig, RowSize
 from model import freezing, lora, params, speech_lm
 from parallel.names import schedule, zero_stage
 from parallel.pipeline import rounds
@@ -238,7 +238,8 @@ def layers(cfg: Config, environment: Environment) -> Iterator[str]:
             left = max(1, left // parts)
 
 
-@rule({"model.encoder.n_heads": 3},
+@rule({"model.encoder": None, "data.kind": "text", "train.ctc_weight": 0.1},
+      {"model.encoder.n_heads": 3},
       {"model.encoder.conv_kernel": 4},
       {"model.encoder.d_model": 1023, "model.encoder.n_heads": 1},
       {"model.encoder.kind": "whisper", "train.ctc_weight": 0.1},
@@ -246,6 +247,8 @@ def layers(cfg: Config, environment: Environment) -> Iterator[str]:
 def encoder(cfg: Config, environment: Environment) -> Iterator[str]:
     e = cfg.model.encoder
     if e is None:
+        if cfg.train.ctc_weight > 0:
+            yield f"train.ctc_weight={cfg.train.ctc_weight} needs frames of an encoder and model.encoder=null; set it to 0"
         return
     if e.n_heads >= 1 and e.d_model % e.n_heads:
         yield f"model.encoder.n_heads={e.n_heads} does not divide model.encoder.d_model={e.d_model}; choose a divisor"
@@ -260,6 +263,43 @@ def encoder(cfg: Config, environment: Environment) -> Iterator[str]:
     if e.kind.startswith("whisper") and longest > e.max_positions:
         yield (f"data.rows holds utterances of {longest} frames of 20 ms and model.encoder.max_positions={e.max_positions}; "
                f"set utterance_frames to {e.max_positions // 4} at most")
+
+
+@rule({"data.queries": 8},
+      {"model.encoder.kind": "glm_asr", "model.projector.conformer": EncoderConfig()},
+      {"model.projector.hidden": 8, "model.projector.encoder_layers": [31]},
+      {"model.projector.qformer": QFormerConfig(64), "data.queries": 64},
+      {"model.projector.encoder_layers": [3, 30]},
+      {"model.projector.encoder_layers": [3, 31], "train.ctc_weight": 0.1},
+      {"model.projector.qformer": QFormerConfig(64, n_heads=7), "model.projector.encoder_layers": [31], "data.queries": 64},
+      {"model.projector.conformer": EncoderConfig(conv_kernel=4)})
+def projector(cfg: Config, environment: Environment) -> Iterator[str]:
+    e, p = cfg.model.encoder, cfg.model.projector
+    parts = {"encoder_layers": p.encoder_layers, "conformer": p.conformer.n_layers, "qformer": p.qformer.queries}
+    used = [key for key, there in parts.items() if there]
+    if cfg.data.queries != p.qformer.queries:
+        yield f"data.queries={cfg.data.queries} is not model.projector.qformer.queries={p.qformer.queries}; leave it to configs/config.yaml"
+    if e is None or not used:
+        return
+    if e.kind != "fastconformer":
+        yield f"model.projector.{used[0]} needs frames of a fastconformer and model.encoder.kind={e.kind}; leave it out"
+    if p.hidden or (p.conformer.n_layers and len(used) > 1):
+        other = f"hidden={p.hidden}" if p.hidden else "conformer"
+        yield f"model.projector.{other} cannot be had with model.projector.{used[-1] if p.hidden else used[0]}; leave one of them out"
+    read, last = list(p.encoder_layers), e.n_layers - 1
+    if p.qformer.queries and not read:
+        yield f"model.projector.encoder_layers is empty and model.projector.qformer reads them; name layers, such as [{last}]"
+    if read and (read != sorted(read) or read[0] < 0 or read[-1] != last):
+        yield (f"model.projector.encoder_layers={read} must be layers from 0 in order, up to the last, {last}: what is behind would learn "
+               "nothing")
+    if read and cfg.train.ctc_weight > 0:
+        yield f"train.ctc_weight={cfg.train.ctc_weight} needs one layer and model.projector.encoder_layers names several; set it to 0"
+    q, c = p.qformer, p.conformer
+    if q.queries and (min(q.queries, q.n_layers, q.n_heads, q.ffn) < 1 or e.d_model % q.n_heads):
+        yield f"model.projector.qformer={vars(q)} needs numbers above 0 and n_heads a divisor of model.encoder.d_model={e.d_model}"
+    if c.n_layers and (min(c.n_layers, c.n_heads) < 1 or c.d_model % (2 * c.n_heads) or c.conv_kernel % 2 == 0):
+        yield ("model.projector.conformer needs a layer, an odd conv_kernel and a d_model that is an even multiple of n_heads; it has "
+               f"n_layers={c.n_layers}, conv_kernel={c.conv_kernel}, d_model={c.d_model}, n_heads={c.n_heads}")
 
 
 @rule({"model.decoder.pattern": "MX"},
@@ -340,12 +380,15 @@ def frozen(cfg: Config, environment: Environment) -> Iterator[str]:
     if not any(p.trained for _, p in leaves):
         yield f"model.freeze_params={cfg.model.freeze_params} freezes every parameter; name some in model.prevent_freeze_params"
     norms = [name for name, p in leaves if name.endswith("conv.batch_norm.weight") and not p.trained]
-    e = cfg.model.encoder
-    if norms and e is not None and e.conv_norm == "batch_norm" and not e.freeze_batch_norm:
-        yield f"model.freeze_params freezes {norms[0]} but its running statistics would move; set model.encoder.freeze_batch_norm=true"
+    for key, e in (("encoder", cfg.model.encoder), ("projector.conformer", cfg.model.projector.conformer)):
+        own = [name for name in norms if name.startswith(key.partition(".")[0] + ".")]
+        if own and e is not None and e.conv_norm == "batch_norm" and not e.freeze_batch_norm:
+            yield f"model.freeze_params freezes {own[0]} but its running statistics would move; set model.{key}.freeze_batch_norm=true"
 
 
-@rule({"model.lora.rank": 4, "model.lora.targets": ["q_proj"]},
+@rule({"model.lora.rank": 4, "model.lora.targets": []},
+      {"model.lora.rank": 4, "model.lora.targets": ["q_proj"]},
+      {"model.lora.rank": 4, "model.lora.ranks": {"encoder": 2}},
       {"model.lora.rank": 4, "model.lora.dropout": 1.0},
       {"model.lora.rank": 4, "model.lora.dora": True, "model.decoder.pattern": "E"},
       listed=True)
@@ -354,10 +397,15 @@ def adapters(cfg: Config, environment: Environment) -> Iterator[str]:
     if not low.rank:
         return
     spec = speech_lm.spec(cfg)
+    some = ", ".join(list(lora.targets(spec, [""]))[-8:])
+    if not low.targets:
+        yield f"model.lora.targets is empty and model.lora.rank={low.rank}; name projections like {some}, or set the rank to 0"
     for pattern in low.targets:
         if not lora.targets(spec, [pattern]):
-            some = ", ".join(list(lora.targets(spec, [""]))[-8:])
             yield f"model.lora.targets holds {pattern!r}, which matches no projection; their names are like {some}"
+    for pattern in low.ranks:
+        if not lora.targets(lora.targets(spec, low.targets), [pattern]):
+            yield f"model.lora.ranks holds {pattern!r}, which matches no projection of model.lora.targets; their names are like {some}"
     if low.dropout >= 1:
         yield f"model.lora.dropout={low.dropout} drops everything; choose a share below 1"
     experts = [name for name, p in lora.targets(spec, low.targets).items() if "experts" in p.axes]

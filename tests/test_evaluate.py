@@ -122,3 +122,9 @@ def test_help_lists_groups_and_keys(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     assert "    checkpoint: str, must be given  a run's folder" in told
     assert "    normalizer: str, \"none\"  none | basic | english" in told
+
+
+def test_sets_have_files_of_their_own() -> None:
+    names = {evaluate.beside(Path("runs/x/step_2"), name) for name in ("dev", "dev.clean", "dev.other", "a/dev")}
+    assert len(names) == 4
+    assert {name.parent for name in names} == {Path("runs/x")}

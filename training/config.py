@@ -65,7 +65,8 @@ def with_pretrained(cfg: DictConfig, overrides: Sequence[str]) -> None:
 
     :raises ConfigError: a folder that is none, or of a model that is not served
     """
-    typed = [o for o in overrides if o.startswith(tuple(f"model.{part}" for part in (*PARTS, "lora")))]
+    parts = tuple(f"model.{part}" for part in (*PARTS, "lora"))
+    typed = [o for o in OverridesParser.create().parse_overrides(list(overrides)) if o.key_or_group.startswith(parts)]
     for key, wanted in (("pretrained", PARTS), ("pretrained_encoder", PARTS[:1])):
         path = None if OmegaConf.is_missing(cfg.model, key) else cfg.model[key]
         if path is None:
@@ -79,8 +80,8 @@ def with_pretrained(cfg: DictConfig, overrides: Sequence[str]) -> None:
                 values = {name: value for name, value in asdict(getattr(found, part)).items() if name not in TRAINING_KEYS}
                 OmegaConf.update(cfg, f"model.{part}", values, merge=True)
     _with_adapter(cfg)
-    for override in OverridesParser.create().parse_overrides(typed):
-        OmegaConf.update(cfg, override.key_or_group, override.value(), merge=True)
+    for override in typed:
+        OmegaConf.update(cfg, override.key_or_group, override.value(), merge=True, force_add=override.is_add() or override.is_force_add())
 
 
 def _with_adapter(cfg: DictConfig) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from configs.schema import Config
 from data.errors import DataError
 from data.tokenizer import Tokenizer, prompt_ids
-from model import mel, speech_lm
+from model import speech_lm
 from model.stages import own_stages
 from parallel.collectives import gather_objects
 from parallel.mesh import Mesh
@@ -65,7 +65,8 @@ def transcribe(weights: Weights, batches: Iterable[dict[str, Any]], tokenizer: T
         row = to_device(batch, mesh)
         context = make_context(cfg, row, mesh, training=False, split=False)
         names = [f"{name}/{piece}" for name, piece in zip(batch["ids"], batch["pieces"], strict=True)]
-        answers = generate(weights, row, context, longest=context.utterance_frames + text_tokens, stop_ids=stop_ids, names=names)
+        longest = max(context.utterance_frames, cfg.data.queries) + text_tokens
+        answers = generate(weights, row, context, longest=longest, stop_ids=stop_ids, names=names)
         for u, (name, piece, answer) in enumerate(zip(batch["ids"], batch["pieces"], answers, strict=True)):
             audio_sec = int(batch["audio_samples_U"][u]) / cfg.data.sample_rate
             mine.append((name, piece, Transcript(name, batch["texts"][u], tokenizer.decode(answer).strip(), audio_sec)))
@@ -92,7 +93,7 @@ def stops(cfg: Config, tokenizer: Tokenizer) -> list[int]:
 
 
 def mel_picture(cfg: Config, mesh: Mesh, batch: Batch) -> Tensor:
-    """Normalised log-mel [M, frames] of the first utterance of a row."""
+    """The log-mel features [M, frames] of the first utterance of a row, as the encoder sees them."""
     context = make_context(cfg, batch, mesh, training=False)
     frames = 8 * int(batch["audio_lengths_U"][0])
-    return mel.log_mel(batch["audio_S"], context)[:frames].t()
+    return speech_lm.FEATURES[context.encoder.kind](batch["audio_S"], context)[:frames].t()

@@ -63,9 +63,12 @@ def tell_launcher(reason: str) -> None:
 
 
 def show(arguments: Sequence[str]) -> str:
-    """What `--cfg job` prints: the resolved configuration."""
+    """What `--cfg job` prints: the resolved configuration, sizes of published models included."""
+    overrides = [a for a in arguments if a not in ("--cfg", "job", "--resolve")]
     try:
-        return config.to_yaml(config.composed([a for a in arguments if a not in ("--cfg", "job", "--resolve")]))
+        cfg = config.composed(overrides)
+        config.with_pretrained(cfg, overrides)
+        return config.to_yaml(cfg)
     except config.ConfigError as error:
         refuse([str(error)])
 
@@ -147,6 +150,12 @@ def run(cfg: Config, device: torch.device) -> Outcome:
         job.telemetry.close()
         if claim is not None:
             claim.close()
+
+
+def next_command(cfg: Config) -> str:
+    """What a finished run is for: to transcribe, or as a language model for others."""
+    listens = cfg.model.encoder is not None
+    return f"python evaluate.py checkpoint={cfg.run_dir} audio=YOUR.wav" if listens else f"python -m model.hub convert {cfg.run_dir} OUT"
 
 
 def finished(cfg: Config) -> bool:

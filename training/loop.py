@@ -133,7 +133,7 @@ class Run:
     def warm_up(self) -> None:
         """Compile every row size for training and for evaluation, on rows of nothing, before the first step; changes no state."""
         for size in self.cfg.data.rows:
-            batch = empty_batch(size, self.cfg.data.encoder)
+            batch = empty_batch(size, self.cfg.data.encoder, self.cfg.data.queries)
             warm_up(self.cfg, self.mesh, self.engine, self.state, to_device(batch, self.mesh))
             evaluation.validation_loss(self.cfg, self.mesh, self.engine, self.state, [batch])
 

@@ -51,7 +51,7 @@ def make_context(cfg: Config, batch: Batch, mesh: Mesh, training: bool, split: b
                    dtype=DTYPES[cfg.precision], ep_group=mesh.ep_group, ep_dispatch=cfg.parallel.ep_dispatch,
                    cp_group=mesh.cp_group if split else None, tp_group=mesh.tp_group if split else None,
                    split_group=mesh.split_group if split else None, cp_split=cfg.parallel.cp_split,
-                   draw=batch.get("draw", batch["positions_T"].new_zeros(())), training=training)
+                   draw=batch.get("draw", batch["positions_T"].new_zeros(())), training=training, projector=cfg.model.projector)
 
 
 def own_part(cfg: Config, batch: Batch, mesh: Mesh, training: bool) -> tuple[Batch, Context]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from configs.schema import LoraConfig, ModelConfig
 from model import lora
-from model.hub.family import Entry, Family, HubError, entries
+from model.hub.family import Entry, Family, HubError, layouts
 from model.hub.rows import Block
 from model.params import P, chosen
 
@@ -23,6 +23,7 @@ _PREFIX = "base_model.model."
 _PLAIN: dict[str, Any] = {
     "peft_type": "LORA", "bias": "none", "lora_bias": False, "fan_in_fan_out": False, "modules_to_save": None, "layer_replication": None,
     "alora_invocation_tokens": None, "trainable_token_indices": None, "use_qalora": False, "use_bdlora": None, "alpha_pattern": {}}
+_INITS = (None, True, False, "gaussian", "orthogonal", "eva")  # the others move the frozen matrices too
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Target:
 
 def targets(family: Family, cfg: ModelConfig) -> list[Target]:
     """The projections that cfg.lora adapts, under the names that the owner's model has in memory (a family's last variant)."""
-    found = (entry for entry in entries(family.variants[-1], cfg, family.part) if lora.adaptable(entry.p))
+    found = (entry for entry in layouts(family, cfg)[-1] if lora.adaptable(entry.p))
     return [_target(entry) for entry in found if chosen(entry.path, cfg.lora.targets)]
 
 
@@ -117,6 +118,8 @@ def read_settings(folder: Path, family: Family, cfg: ModelConfig) -> LoraConfig:
     except (OSError, json.JSONDecodeError) as error:
         raise HubError(f"{folder / CONFIG} cannot be read ({error}); give a folder that peft has saved") from error
     other = {key: content[key] for key, plain in _PLAIN.items() if content.get(key) not in (None, plain)}
+    if content.get("init_lora_weights") not in _INITS:
+        other["init_lora_weights"] = content["init_lora_weights"]
     if other:
         raise HubError(f"{folder / CONFIG} asks for {other}, which has no counterpart here; train the adapter without it")
     plain = LoraConfig(rank=content["r"], alpha=content["lora_alpha"], rslora=bool(content.get("use_rslora")),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from model.hub.families import family_of
-from model.hub.family import entries
+from model.hub.family import layouts
 
 
 def compare() -> dict[str, Any]:
@@ -26,5 +26,4 @@ def count(content: dict[str, Any]) -> int:
     """Parameters (no buffers) of the model that a config.json describes, summed over the tensors of its files."""
     family = family_of(content)
     cfg = family.read(content)
-    found = entries(family.variants[0], cfg, family.part)
-    return sum(math.prod(block.shape) for entry in found if entry.p.kind == "param" for block in entry.blocks)
+    return sum(math.prod(block.shape) for entry in layouts(family, cfg)[0] if entry.p.kind == "param" for block in entry.blocks)

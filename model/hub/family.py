@@ -34,6 +34,7 @@ class Family:
     :param write: the inverse; keys that say nothing about shapes or formulas may be missing
     :param left_out: patterns of foreign tensors that are left out knowingly, and why
     :param without: keys of config.json that say that something left out is there, and the value that says that it is not
+    :param alone: keys of config.json that only a model says which is written like no other
     """
 
     name: str
@@ -45,6 +46,7 @@ class Family:
     write: Callable[[ModelConfig], dict[str, Any]]
     left_out: Mapping[str, str] = field(default_factory=dict)
     without: Mapping[str, Any] = field(default_factory=dict)
+    alone: Mapping[str, Any] = field(default_factory=dict)
 
 
 def entries(rows: Sequence[Row], cfg: ModelConfig, part: tuple[str, ...]) -> Iterator[Entry]:
@@ -58,10 +60,22 @@ def entries(rows: Sequence[Row], cfg: ModelConfig, part: tuple[str, ...]) -> Ite
         yield Entry(path, p, tuple(blocks(*found, p, cfg)))
 
 
+def layouts(family: Family, cfg: ModelConfig) -> list[list[Entry]]:
+    """The entries in each variant that has a place for every tensor; raises HubError if none has."""
+    found, lost = [], HubError(f"{family.name} has no variant")
+    for rows in family.variants:
+        try:
+            found.append(list(entries(rows, cfg, family.part)))
+        except HubError as error:
+            lost = error
+    if not found:
+        raise lost
+    return found
+
+
 def choose_variant(family: Family, cfg: ModelConfig, stored: Mapping[str, Any]) -> list[Entry]:
     """The entries of the variant whose names the checkpoint holds most of."""
-    candidates = [list(entries(rows, cfg, family.part)) for rows in family.variants]
-    return max(candidates, key=lambda c: sum(b.name in stored for e in c for b in e.blocks))
+    return max(layouts(family, cfg), key=lambda c: sum(b.name in stored for e in c for b in e.blocks))
 
 
 def matched(family: Family, cfg: ModelConfig, stored: Mapping[str, Sequence[int]]) -> tuple[list[Entry], list[str]]:

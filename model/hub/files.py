@@ -24,7 +24,7 @@ from model.hub.unmerged import merged
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 NEMO_PARTS = ("encoder", "preprocessor")
 NEMO_CONFIG, NEMO_WEIGHTS = "model_config.yaml", "model_weights.ckpt"
-LLM_CONFIG = "llm_config.json"  # beside a SALM's config.json, which only names its language model
+LLM_CONFIG = "llm_backbone/config.json"  # beside a SALM's config.json, which only names its language model
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -1,5 +1,6 @@
 """config.json as data: which of its keys is which of ours, and what it must not say because no formula here follows it."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -14,10 +15,10 @@ Fixed = Mapping[str, tuple[Any, ...]]
 
 _SCALING = (("factor", "factor"), ("trained_positions", "original_max_position_embeddings"), ("low_frequency", "low_freq_factor"),
             ("high_frequency", "high_freq_factor"), ("beta_fast", "beta_fast"), ("beta_slow", "beta_slow"),
-            ("attention_factor", "attention_factor"))
+            ("attention_factor", "attention_factor"), ("truncate", "truncate"))
 _KINDS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 _USED = {"none": (), "linear": ("factor",), "llama3": ("factor", "trained_positions", "low_frequency", "high_frequency"),
-         "yarn": ("factor", "trained_positions", "beta_fast", "beta_slow", "attention_factor")}
+         "yarn": ("factor", "trained_positions", "beta_fast", "beta_slow", "attention_factor", "truncate")}
 
 
 def take(content: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
@@ -67,9 +68,24 @@ def read_rope(content: Mapping[str, Any], theta: float, fraction: float = 1.0) -
     scaling = {ours: rope[theirs] for ours, theirs in _SCALING if ours in _USED[_KINDS[kind]] and rope.get(theirs) is not None}
     if kind in ("llama3", "yarn") and "trained_positions" not in scaling and "max_position_embeddings" in content:
         scaling["trained_positions"] = content["max_position_embeddings"]
+    if kind == "yarn":
+        scaling = _yarn(rope, scaling, content.get("max_position_embeddings"))
+    if kind != "default" and "factor" not in scaling:
+        raise HubError(f"config.json asks for rotary positions of type {kind!r} and lacks their factor")
     return {"rope_theta": float(rope.get("rope_theta") or old["rope_theta"]),
             "rope_fraction": float(rope.get("partial_rotary_factor") or old["partial_rotary_factor"]),
             "rope_scaling": RopeScaling(kind=_KINDS[kind], **scaling)}
+
+
+def _yarn(rope: Mapping[str, Any], scaling: dict[str, Any], positions: int | None) -> dict[str, Any]:
+    """`scaling` with the factor that follows from the lengths where it is not given, and the attention factor that follows from mscale."""
+    if "factor" not in scaling and positions is not None and "original_max_position_embeddings" in rope:
+        scaling = scaling | {"factor": positions / scaling["trained_positions"]}
+    scales = [float(rope.get(key) or 0) for key in ("mscale", "mscale_all_dim")]
+    if all(scales) and "factor" in scaling and "attention_factor" not in scaling:
+        growth = 0.1 * math.log(max(scaling["factor"], 1))
+        scaling = scaling | {"attention_factor": (scales[0] * growth + 1) / (scales[1] * growth + 1)}
+    return scaling
 
 
 def write_rope(cfg: DecoderConfig) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from configs.schema import ModelConfig
-from model.hub.family import Entry, Family, HubError, choose_variant, entries
+from model.hub.family import Entry, Family, HubError, choose_variant, layouts
 from model.hub.files import LLM_CONFIG, Writer, opened, read_content
 from model.hub.rows import Block
 from model.params import P
@@ -66,7 +66,7 @@ def _check_finite(entry: Entry, full: Tensor) -> None:
 def _layout(family: Family, cfg: ModelConfig, like: Path | None) -> tuple[list[Entry], Mapping[str, torch.dtype]]:
     """The entries to write, and the types of tensors that are known."""
     if like is None:
-        return list(entries(family.variants[0], cfg, family.part)), {}
+        return layouts(family, cfg)[0], {}
     with opened(like) as folder:
         return choose_variant(family, cfg, folder.shapes()), folder.dtypes()
 
@@ -75,11 +75,17 @@ def _config(family: Family, cfg: ModelConfig, like: Path | None, dtype: torch.dt
     """The family's keys over those of `like`."""
     if like is None:  # a family's default padding token may lie outside this vocabulary
         return {"architectures": [family.architecture], "torch_dtype": str(dtype).removeprefix("torch."), "pad_token_id": None,
-                **family.write(cfg)}
+                **family.alone, **family.write(cfg)}
     base = read_content(like)
     base |= {key: value for key, value in family.without.items() if key in base}
     written = family.write(cfg)
-    return base if family.write(family.read(base)) == written else _over(base, written)
+    if family.write(family.read(base)) == written:
+        return base
+    merged = _over(base, written)
+    if family.write(family.read(merged)) != written:
+        raise HubError(f"config.json of {like} says in other keys what this model changes; export it without, as --family "
+                       f"{family.model_type}")
+    return merged
 
 
 def _over(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,10 +99,14 @@ def _write_config(out: Path, content: dict[str, Any]) -> None:
     llm = content.pop("llm", None)
     for name, part in (("config.json", content), (LLM_CONFIG, llm)):
         if part is not None:
+            (out / name).parent.mkdir(exist_ok=True)
             (out / name).write_text(json.dumps(part, indent=2) + "\n")
 
 
 def _copy(like: Path | None, out: Path) -> None:
-    for name in COMPANIONS:
-        if like is not None and (like / name).exists():
-            shutil.copyfile(like / name, out / name)
+    """The companions, and the owner's own classes, which config.json may name as auto_map."""
+    if like is None:
+        return
+    for path in (*(like / name for name in COMPANIONS), *like.glob("*.py")):
+        if path.exists():
+            shutil.copyfile(path, out / path.name)

@@ -55,9 +55,12 @@ def convert(path: Path, out: Path, like: Path | None, kind: str | None, dtype: t
         lost = sorted({path.partition(".")[0] for path, _ in named_leaves(speech_lm.model_spec(cfg)) if not path.startswith(family.part)})
         if lost:
             print(f"not written, since {family.model_type} has no place for it: {', '.join(lost)}; --family salm/... has one")
-        save(out, family, cfg, from_checkpoint(checkpoint, cfg), like=like, dtype=dtype, limit_bytes=limit_bytes)
+        data = stored_data(checkpoint)
+        told = {"audio_locator_tag": data.audio_token, "prompt_format": data.prompt_format}  # what NeMo's SALM asks its config.json
+        more = {key: value for key, value in told.items() if like is None and key in family.alone}
+        save(out, family, cfg, from_checkpoint(checkpoint, cfg), like=like, more=more, dtype=dtype, limit_bytes=limit_bytes)
         if like is None:
-            write_companions(checkpoint, out)
+            write_companions(data, out)
     return {"family": family.model_type, "out": str(out), "files": len(list(out.glob("*.safetensors")))}
 
 
@@ -125,10 +128,15 @@ def stored_config(checkpoint: Path) -> ModelConfig:
     return found
 
 
-def write_companions(checkpoint: Path, out: Path) -> None:
-    """The run's tokenizer, and a generation config with its end tokens; nothing where the run's tokenizer is gone."""
+def stored_data(checkpoint: Path) -> DataConfig:
+    """What the run of a checkpoint read."""
     content = json.loads((checkpoint / "meta.json").read_text())["config"]["data"]
-    data: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataConfig), content))
+    found: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataConfig), content))
+    return found
+
+
+def write_companions(data: DataConfig, out: Path) -> None:
+    """The run's tokenizer, and a generation config with its end tokens; nothing where the run's tokenizer is gone."""
     try:
         tokenizer = load_tokenizer(data)
     except DataError as error:
@@ -136,6 +144,8 @@ def write_companions(checkpoint: Path, out: Path) -> None:
         return
     tokenizer.backend.save(str(out / "tokenizer.json"))
     ends = list(tokenizer.stop_ids)
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.backend.id_to_token(ends[0])}
+    (out / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")
     (out / "generation_config.json").write_text(json.dumps({"eos_token_id": ends if len(ends) > 1 else ends[0]}, indent=2) + "\n")
 
 
@@ -153,7 +163,14 @@ def _family_to_write(like: Path | None, kind: str | None) -> Family:
 def from_checkpoint(checkpoint: Path, cfg: ModelConfig) -> Fetch:
     """Reads whole tensors of a run's checkpoint, adapters added to their matrices."""
     read, sizes = _checkpoint_reader(checkpoint)
-    return _merging(read, sizes, cfg)
+    names = {name.removeprefix("params.") for name in sizes if name.startswith("params.")}
+
+    def fetch(path: str, p: P) -> Tensor:
+        if p.kind == "buffer":
+            return read(f"buffers.{path}")
+        return lora.merge(path, lambda name: read(f"params.{name}"), names, cfg.lora)
+
+    return fetch
 
 
 def _checkpoint_reader(checkpoint: Path) -> tuple[Callable[[str], Tensor], dict[str, Any]]:
@@ -169,13 +186,3 @@ def _checkpoint_reader(checkpoint: Path) -> tuple[Callable[[str], Tensor], dict[
         return tensors[name]
 
     return read, sizes
-
-
-def _merging(read: Callable[[str], Tensor], sizes: dict[str, Any], cfg: ModelConfig) -> Fetch:
-    def fetch(path: str, p: P) -> Tensor:
-        tensor = read(f"{'buffers' if p.kind == 'buffer' else 'params'}.{path}")
-        prefix = f"params.{path}{lora.SUFFIX}."
-        own = {name.removeprefix(prefix): read(name) for name in sizes if name.startswith(prefix)}
-        return lora.merged(tensor, own, lora.scale(own["a"].shape[-2], cfg.lora)) if own else tensor
-
-    return fetch

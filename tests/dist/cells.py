@@ -35,10 +35,13 @@ VARIANT = (
     "model.decoder.mlp_bias=true", "model.decoder.mamba_bias=true", "model.decoder.post_norm=true", "model.decoder.mamba_groups=1",
     "model.decoder.pattern=MWE-", "model.decoder.window=5", "model.encoder.conv_norm=batch_norm",
     "model.encoder.bias=false",  # of a bias before a batch norm the true gradient is 0
+    "model.projector.conformer={d_model: 8, n_layers: 1, n_heads: 2, conv_kernel: 3, bias: false}",
 )
 ADAPTERS = ("model.lora.rank=3", "model.lora.dora=true", "model.lora.dropout=0.2", "model.decoder.moe_latent=12",
             r"model.lora.targets=['encoder\.','projector','decoder\.layers\.[013]\.','decoder\.layers\.2\.(shared|latent)']")
 DOCUMENT = {"cp": 2, "cp_split": "document"}
+QUERIES = ("train.ctc_weight=0", "model.encoder.n_layers=2", "model.projector.encoder_layers=[0,1]",
+           "model.projector.qformer={queries: 3, n_layers: 1, n_heads: 2, ffn: 12}")
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,7 @@ def cells() -> list[Cell]:
         Cell("cp 2, tp 2", 4, {"cp": 2, "tp": 2}, rows=2, quick=True),
         Cell("cp 2, tp 2, swiglu, tied, biases, norms of heads and batches, 1 Mamba group", 4, {"cp": 2, "tp": 2}, rows=2, model=VARIANT, quick=True),
         Cell("cp 2, tp 2, adapters with row lengths and dropout", 4, {"cp": 2, "tp": 2}, rows=2, model=ADAPTERS),
+        Cell("dp 2, tp 2, queries that read two encoder layers", 4, {"tp": 2}, rows=2, model=QUERIES, quick=True),
         Cell("dp 2, cp 2, ep 4", 4, {"cp": 2, "ep": 4}, rows=4, quick=True),
         Cell("hsdp 2 x 1, tp 2, ep 2", 4, {"dp_replicate": 2, "tp": 2, "ep": 2}, quick=True),
         Cell("ep 2, recomputed", 2, {"ep": 2}, own=CHECKPOINTED),
@@ -202,7 +206,8 @@ def batches(cfg: Config, cell: Cell) -> list[Batch]:
         else:
             seconds = [0.0] * 5 if number == 1 else rng.uniform(0.1, 1.2, size=2 + number % 3)
             examples = [_spoken(rng, sec, int(rng.integers(0, 4)), int(rng.integers(1, 3 + 7 * (number % 2)))) for sec in seconds]
-        made.append({name: torch.from_numpy(value) for name, value in pack_row(examples, cfg.data.rows[0], multiple=cfg.data.multiple).items()})
+        made.append({name: torch.from_numpy(value) for name, value in pack_row(
+            examples, cfg.data.rows[0], multiple=cfg.data.multiple, queries=cfg.data.queries).items()})
     return made
 
 

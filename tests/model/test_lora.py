@@ -44,9 +44,9 @@ def test_a_layer_multiplies_as_with_merged_matrices(kind: str, variant: str) -> 
     x = torch.randn(sum(LENGTHS) + 3, SMALL.d_model, dtype=torch.float64)
     forward = decoder.LAYERS[kind].forward
     y, _ = lora.binder(cfg)(forward)(w, x, ctx)
-    flat = lora.merge(dict(params.named_leaves(w)), cfg)
-    assert set(flat) == {path for path, _ in params.named_leaves(decoder.LAYERS[kind].spec(SMALL))}
-    expected, _ = forward(params.map_named(lambda path, _: flat[path], decoder.LAYERS[kind].spec(SMALL)), x, ctx)
+    flat = dict(params.named_leaves(w))
+    merged = params.map_named(lambda path, _: lora.merge(path, flat.__getitem__, flat, cfg), decoder.LAYERS[kind].spec(SMALL))
+    expected, _ = forward(merged, x, ctx)
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     assert not torch.allclose(y, forward(lora_free(w), x, ctx)[0], rtol=1e-3)
 
@@ -93,8 +93,8 @@ def test_an_encoder_can_be_adapted_too() -> None:
         f"{place}_lora.a" for place in (*(f"feed_forward{i}.linear{j}.weight" for i in (1, 2) for j in (1, 2)),
                                         *(f"self_attn.linear_{n}.weight" for n in ("q", "k", "v", "out", "pos")))}
     w, x = drawn(spec), torch.randn(len(ctx.audio_segments_A), 16, dtype=torch.float64)
-    flat = lora.merge(dict(params.named_leaves(w)), ALL)
-    merged = params.map_named(lambda path, _: flat[path], fastconformer.layer_spec(encoder))
+    flat = dict(params.named_leaves(w))
+    merged = params.map_named(lambda path, _: lora.merge(path, flat.__getitem__, flat, ALL), fastconformer.layer_spec(encoder))
     ctx = dataclasses.replace(ctx, dtype=torch.float64)
     y = lora.binder(ALL)(fastconformer.forward)(w, x, ctx)[0]
     torch.testing.assert_close(y, fastconformer.forward(merged, x, ctx)[0], rtol=1e-10, atol=1e-10)

@@ -108,7 +108,7 @@ def test_frames_are_merged_in_order():
     w = params.map_named(lambda _, p: torch.randn(p.shape), {"projector": projector.spec(ProjectorConfig(hidden=6), GLM, 5)})
     w["norm"] = {"weight": torch.ones(16), "bias": torch.zeros(16)}
     x = torch.randn(8, 16)
-    got = projector.forward(w, x, audio_row([torch.zeros(1600)], GLM)[1])
+    got, _ = projector.forward(w, x, audio_row([torch.zeros(1600)], GLM)[1])
     h = F.layer_norm(x, (16,))
     for token in range(2):
         merged = torch.cat([h[4 * token + i] for i in range(4)])

@@ -41,7 +41,7 @@ def test_windows_together_are_the_row(kind: str, frames: int, seconds: tuple[flo
         run = Pass(engine, leaves, ctx)
         x_AD = speech_lm.encode(run, batch, ctx, {})
         loss = run(("ctc",), ctc.loss, x_AD, batch["ctc_labels_UL"], batch["ctc_lengths_U"]) if weight else torch.zeros(())
-        return run(speech_lm.projector_unit(ctx.encoder), projector.forward, x_AD).detach(), loss.detach()
+        return run(speech_lm.projector_unit(ctx.encoder), projector.forward, x_AD)[0].detach(), loss.detach()
 
     whole_AD, whole_loss = encoded(batch, ctx)
     expected_TD = lookup(whole_AD, batch["frames_T"])

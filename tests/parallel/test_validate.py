@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from configs.schema import Config, RowSize
+from configs.schema import Config, EncoderConfig, QFormerConfig, RowSize
 from parallel import validate as module
 from parallel.validate import AT_LEAST_ONE, CHOICES, NOT_NEGATIVE, RULES, SOUND, Environment, broken, main, validate, value
 
@@ -108,8 +108,22 @@ def test_sizes_below_their_least(key: str, least: int) -> None:
     ({"model.encoder.d_model": 33, "model.encoder.n_heads": 3}, 1, r"^model.encoder.d_model=33 is odd"),
     ({"model.encoder.kind": "glm_asr", "train.ctc_weight": 0.5}, 1,
      r"^train.ctc_weight=0.5 needs frames of a fast"),
+    ({"model.encoder": None, "data.kind": "text", "train.ctc_weight": 0.5}, 1,
+     r"^train.ctc_weight=0.5 needs frames of an encoder and model.encoder=null; set it to 0$"),
     ({"model.encoder.kind": "whisper", "model.encoder.max_positions": 159}, 1,
      r"^data.rows holds utterances of 160 frames .*max_positions=159; set utterance_frames to 39 at most$"),
+    ({"data.queries": 8}, 1, r"^data.queries=8 is not model.projector.qformer.queries=0; leave it to"),
+    ({"model.encoder.kind": "glm_asr", "model.projector.conformer": EncoderConfig()}, 1, r"^model.projector.conformer needs frames of a"),
+    ({"model.projector.hidden": 8, "model.projector.encoder_layers": [31]}, 1, r"^model.projector.hidden=8 cannot .*encoder_layers; leave"),
+    ({"model.projector.conformer": EncoderConfig(), "model.projector.encoder_layers": [31]}, 1, r"^model.projector.conformer cannot be"),
+    ({"model.projector.qformer": QFormerConfig(64), "data.queries": 64}, 1, r"^model.projector.encoder_layers is empty .* such as \[31\]$"),
+    ({"model.projector.encoder_layers": [3, 30]}, 1, r"^model.projector.encoder_layers=\[3, 30\] must .* up to the last, 31:"),
+    ({"model.projector.encoder_layers": [3, 31], "train.ctc_weight": 0.1}, 1, r"^train.ctc_weight=0.1 needs one layer and"),
+    ({"model.projector.qformer": QFormerConfig(64, n_heads=7), "model.projector.encoder_layers": [31], "data.queries": 64}, 1,
+     r"^model.projector.qformer=.* needs numbers above 0 and n_heads a divisor of model.encoder.d_model=1024$"),
+    ({"model.projector.conformer": EncoderConfig(conv_kernel=4)}, 1, r"^model.projector.conformer needs a layer, an odd conv_kernel"),
+    ({"model.projector.conformer": EncoderConfig(n_layers=1), "model.freeze_params": ["projector"]}, 1,
+     r"freezes projector.layers.0.conv.batch_norm.weight but .* set model.projector.conformer.freeze_batch_norm=true$"),
     ({"model.decoder.pattern": "MX*"}, 1, r"^model.decoder.pattern='MX\*' .*\['X'\]"),
     ({"model.freeze_params": ["^decoder\\.", "^llm\\.."]}, 1, r"^model.freeze_params holds '\^llm.*', which matches no .* encoder\."),
     ({"model.freeze_params": ["^decoder\\."], "model.prevent_freeze_params": ["x"]}, 1, r"^model.prevent_freeze_params holds 'x', which m"),
@@ -117,6 +131,8 @@ def test_sizes_below_their_least(key: str, least: int) -> None:
     ({"model.freeze_params": ["encoder", "projector", "decoder"], "model.encoder.freeze_batch_norm": True}, 1, r"freezes every parameter"),
     ({"model.freeze_params": [r"encoder\.layers\.3\."]}, 1, r"^model.freeze_params freezes encoder.layers.3.conv.batch_norm.weight but"),
     ({"model.lora.rank": 4, "model.lora.targets": ["q_proj"]}, 1, r"^model.lora.targets holds 'q_proj', which matches no .* decoder"),
+    ({"model.lora.rank": 4, "model.lora.targets": []}, 1, r"^model.lora.targets is empty and model.lora.rank=4; name .* or set"),
+    ({"model.lora.rank": 4, "model.lora.ranks": {"encoder": 2}}, 1, r"^model.lora.ranks holds 'encoder', which matches no projection of "),
     ({"model.lora.rank": 4, "model.lora.targets": ["("]}, 1, r"^model.lora.targets holds '\(', which is no regular expression"),
     ({"model.lora.rank": 4, "model.lora.ranks": {"(": 2}}, 1, r"^model.lora.ranks holds '\(', which is no regular expression"),
     ({"model.lora.rank": 4, "model.lora.ranks": {"decoder": 0}}, 1, r"^model.lora.ranks gives 'decoder' the rank 0; choose at least 1$"),

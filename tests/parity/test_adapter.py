@@ -100,7 +100,7 @@ def test_an_adapter_for_peft(transformers: Any, name: str, tmp_path: Path) -> No
     adapted = peft.PeftModel.from_pretrained(model, str(tmp_path / "adapter"))
     theirs = adapted(TOKENS[None]).logits[0].detach()
     assert_equal(logits(cfg, tensors), theirs, frozen)
-    merged = lora.merge(tensors, cfg.lora)
+    merged = {path: lora.merge(path, tensors.__getitem__, tensors, cfg.lora) for path in loaded.tensors}
     plain = dataclasses.replace(cfg, lora=LoraConfig())
     assert_equal(logits(plain, merged), theirs, frozen)
     settings = read_settings(tmp_path / "adapter", loaded.family, loaded.cfg)
@@ -124,6 +124,7 @@ def saved(transformers: Any, tmp_path: Path) -> tuple[Path, Loaded]:
     ({"alpha_pattern": {"q_proj": 3}}, "asks for .*alpha_pattern"),
     ({"peft_type": "IA3"}, "asks for .*IA3"),
     ({"modules_to_save": ["lm_head"]}, "asks for .*modules_to_save"),
+    *(({"init_lora_weights": init}, f"asks for .*'init_lora_weights': '{init}'") for init in ("pissa_niter_16", "olora", "corda", "loftq")),
 ])
 def test_other_formulas_are_refused(saved: tuple[Path, Loaded], change: dict[str, Any], message: str) -> None:
     folder, loaded = saved

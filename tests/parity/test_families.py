@@ -77,6 +77,7 @@ def test_a_tied_head_may_be_stored_twice(llama, tmp_path):
     (dict(model_type="bloom"), "model_type 'bloom'; served are nemotron_h"),
     (dict(hidden_act="gelu", attention_dropout=0.1), r"hidden_act='gelu' \(served: 'silu'\), attention_dropout=0.1"),
     (dict(rope_parameters=dict(rope_type="longrope")), "type 'longrope'; served are default"),
+    (dict(rope_parameters=dict(rope_type="linear", factor=None)), "type 'linear' and lacks their factor"),
     (dict(hidden_size=None, vocab_size=None), "lacks hidden_size, vocab_size"),
 ])
 def test_configurations_that_are_not_served(llama, tmp_path, config, words):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from configs.schema import RopeScaling
+from model.hub.keys import read_rope
 from model.rope import rotate
 
 pytestmark = pytest.mark.parity
@@ -16,6 +17,8 @@ CASES = [
     (dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768), RopeScaling("yarn", 4.0, 32768)),
     (dict(rope_type="yarn", factor=2.5, original_max_position_embeddings=1024, beta_fast=16.0, beta_slow=4.0, attention_factor=1.3),
      RopeScaling("yarn", 2.5, 1024, beta_fast=16.0, beta_slow=4.0, attention_factor=1.3)),
+    (dict(rope_type="yarn", factor=40.0, original_max_position_embeddings=4096, mscale=0.707, mscale_all_dim=1.2, truncate=False), None),
+    (dict(rope_type="yarn", factor=None, original_max_position_embeddings=4096, mscale=0.5), None),
 ]
 
 
@@ -26,9 +29,11 @@ def test_rotation_is_theirs(transformers, theirs, ours, theta):
 
     config = transformers.LlamaConfig(hidden_size=256, num_attention_heads=2, head_dim=128, max_position_embeddings=131072,
                                       rope_parameters={**theirs, "rope_theta": theta})
+    read = read_rope(config.to_dict(), 0.0)["rope_scaling"]
+    assert ours in (None, read)
     q, positions = torch.randn(6, 2, 128), torch.tensor([0, 1, 17, 300, 2000, 4095])
     cos, sin = modeling_llama.LlamaRotaryEmbedding(config)(q, positions[None])
     expected = modeling_llama.apply_rotary_pos_emb(q.transpose(0, 1)[None], q.transpose(0, 1)[None], cos, sin)[0][0].transpose(0, 1)
     # at position p the angles' rounding is p * 2^-24
-    torch.testing.assert_close(rotate(q, positions, theta, 1.0, ours), expected, rtol=0, atol=3e-3)
-    torch.testing.assert_close(rotate(q[:3], positions[:3], theta, 1.0, ours), expected[:3], rtol=0, atol=2e-5)
+    torch.testing.assert_close(rotate(q, positions, theta, 1.0, read), expected, rtol=0, atol=3e-3)
+    torch.testing.assert_close(rotate(q[:3], positions[:3], theta, 1.0, read), expected[:3], rtol=0, atol=2e-5)

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from configs.schema import Config
-from model import hub, params, speech_lm
+from model import hub, params, speech_lm, whisper_mel
 from model.hub.families import family_of
 from parallel.mesh import make_mesh, start_processes
 from parallel.validate import Environment, validate
 from tests.dist.first_worker import rows
-from training import config
+from training import config, evaluation
 from training.state import init_state
-from training.step import make_engine, make_step
+from training.step import make_context, make_engine, make_step
 
 PUBLISHED = json.loads((Path(hub.__file__).parent / "published.json").read_text())
 EXPERIMENTS = {  # experiment: processes, twin, published language model or whole model
@@ -62,11 +62,20 @@ def test_twins_learn(name: str) -> None:
     assert losses[3] < losses[0] - 0.05
 
 
-def test_canary_qwen_trains_its_projection_and_low_ranks_alone() -> None:
+def test_canary_qwen_trains_its_encoder_its_projection_and_low_ranks_alone() -> None:
     cfg, _ = config.load(["+experiment=canary_qwen_lora", "model.pretrained=null", "data.manifest=x", "data.tokenizer=x"])
     trained = [(name, p) for name, p in params.named_leaves(speech_lm.spec(cfg)) if p.kind == "param" and p.trained]
-    assert {name.partition(".")[0] for name, _ in trained} == {"projector", "decoder"}
+    assert {name.partition(".")[0] for name, _ in trained} == {"encoder", "projector", "decoder"}
+    assert sum(torch.Size(p.shape).numel() for name, p in trained if name.startswith("encoder")) == 810_984_448  # as NeMo counts them
     low = [p for name, p in trained if name.startswith("decoder.")]
     # 28 blocks, rank 128: queries [2048, 2048], values [1024, 2048]
     assert sum(torch.Size(p.shape).numel() for p in low) == 28 * 128 * (2048 + 2048 + 2048 + 1024)
     assert sum(torch.Size(p.shape).numel() for name, p in trained if name.startswith("projector")) == 1024 * 2048 + 2048
+
+
+def test_the_picture_of_an_utterance_is_what_its_encoder_sees() -> None:
+    cfg = twin("glm_asr_nano_zero2")
+    start_processes(torch.device("cpu"))
+    mesh, batch = make_mesh(cfg.parallel, torch.device("cpu")), rows(cfg, 0)[0]
+    seen_AM = whisper_mel.log_mel(batch["audio_S"], make_context(cfg, batch, mesh, training=False))
+    assert torch.equal(evaluation.mel_picture(cfg, mesh, batch), seen_AM[: 8 * int(batch["audio_lengths_U"][0])].t())

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from model import params, speech_lm
 from parallel.mesh import make_mesh, start_processes
+from tests.model.hub.test_rows import written
 from training import config, launch
 
 
@@ -168,3 +169,17 @@ def test_the_banner_says_how_the_stages_wait_and_what_would_help() -> None:
     assert "with" not in text
     cfg.parallel.pp = 1
     assert launch.pipeline(cfg) == {}
+
+
+def test_shown_configuration_has_the_sizes_of_a_published_folder(tmp_path: Path) -> None:
+    written("qwen3", tmp_path)
+    shown = launch.show(["+experiment=canary_qwen_lora", f"model.pretrained={tmp_path}", "--cfg", "job", "model.decoder.init_std=0.5"])
+    assert "    pattern: '*-W-'\n    d_model: 12\n" in shown
+    assert "    init_std: 0.5\n" in shown
+
+
+def test_a_run_ends_with_what_can_be_done_with_it() -> None:
+    cfg, _ = config.load(["+experiment=digits"])
+    assert launch.next_command(cfg) == "python evaluate.py checkpoint=runs/digits audio=YOUR.wav"
+    cfg.model.encoder = None
+    assert launch.next_command(cfg) == "python -m model.hub convert runs/digits OUT"

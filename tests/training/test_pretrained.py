@@ -129,3 +129,12 @@ def test_adapters_that_cannot_start_or_leave_a_run_are_one_sentence(folders: tup
             run(["adapter", str(path), str(tmp_path / "out")])
     with pytest.raises(HubError, match="is no folder of a run"):
         run(["adapter", str(llm), str(tmp_path / "out")])
+
+
+def test_overrides_with_a_plus_go_over_the_folder_too(folders: tuple[Path, Path]) -> None:
+    llm, _ = folders
+    cfg, _ = config.load([*SMALL[:-1], f"model.pretrained={llm}", "++model.decoder.rope_theta=7.0", "model.lora.rank=2",
+                          r"+model.lora.ranks={decoder: 3}"])
+    assert (cfg.model.decoder.pattern, cfg.model.decoder.rope_theta, cfg.model.lora.ranks) == ("*E*-", 7.0, {"decoder": 3})
+    with pytest.raises(ConfigError, match=r"unknown key model\.decoder\.x"):
+        config.load([*SMALL[:-1], f"model.pretrained={llm}", "+model.decoder.x=7.0"])

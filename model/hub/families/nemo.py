@@ -8,6 +8,7 @@ from model.hub.family import Family
 from model.hub.keys import Fixed, Keys, give, refuse_others, take
 from model.hub.rows import affine, row
 
+_MODULES = "nemo.collections.asr.modules"
 CONVOLUTIONS = (0, 2, 3, 5, 6)  # of the subsampling, numbered with the functions between them
 NORMS = ("norm_feed_forward1", "norm_self_att", "norm_conv", "norm_feed_forward2", "norm_out")
 _AFFINE = (*(f"{ff}.{linear}" for ff in ("feed_forward1", "feed_forward2") for linear in ("linear1", "linear2")),
@@ -25,12 +26,13 @@ LEFT_OUT = {
     r"(perception\.)?preprocessor\.featurizer\.(window|fb)": "the front end computes its window and filters, in fp32",
     **NO_COUNTER,
 }
-_KEYS: Keys = (
-    ("mel_bins", "feat_in"), ("d_model", "d_model"), ("n_layers", "n_layers"), ("n_heads", "n_heads"),
-    ("ff_expansion", "ff_expansion_factor", 4), ("conv_kernel", "conv_kernel_size", 31), ("conv_norm", "conv_norm_type", "batch_norm"),
-    ("subsampling_channels", "subsampling_conv_channels"), ("bias", "use_bias", True), ("xscaling", "xscaling", True))
-_FIXED: Fixed = {"subsampling": ("dw_striding",), "subsampling_factor": (8,), "self_attention_model": ("rel_pos",), "feat_out": (-1,),
-                 "att_context_size": ([-1, -1], [[-1, -1]]), "causal_downsampling": (False,), "untie_biases": (True,), "reduction": ()}
+LAYER_KEYS: Keys = (
+    ("d_model", "d_model"), ("n_layers", "n_layers"), ("n_heads", "n_heads", 4), ("ff_expansion", "ff_expansion_factor", 4),
+    ("conv_kernel", "conv_kernel_size", 31), ("conv_norm", "conv_norm_type", "batch_norm"), ("bias", "use_bias", True),
+    ("xscaling", "xscaling", True))
+_KEYS: Keys = (("mel_bins", "feat_in"), *LAYER_KEYS, ("subsampling_channels", "subsampling_conv_channels"))
+FIXED: Fixed = {"subsampling": ("dw_striding",), "subsampling_factor": (8,), "self_attention_model": ("rel_pos",), "feat_out": (-1,),
+                "att_context_size": ([-1, -1], [[-1, -1]]), "causal_downsampling": (False,), "untie_biases": (True,), "reduction": ()}
 _FRONT_END: Fixed = {"sample_rate": (16000,), "window_size": (0.025,), "window_stride": (0.01,), "window": ("hann",), "n_fft": (512,),
                      "log": (True,), "normalize": ("per_feature",), "frame_splicing": (1,)}
 
@@ -38,15 +40,17 @@ _FRONT_END: Fixed = {"sample_rate": (16000,), "window_size": (0.025,), "window_s
 def read_encoder(content: Mapping[str, Any]) -> EncoderConfig:
     """The encoder that the sections `encoder` and `preprocessor` describe."""
     parts = take(content, [("encoder", "encoder"), ("front_end", "preprocessor")])
-    refuse_others(parts["encoder"], _FIXED)
+    refuse_others(parts["encoder"], FIXED)
     refuse_others(parts["front_end"], _FRONT_END)
     return EncoderConfig(kind="fastconformer", **take(parts["encoder"], _KEYS))
 
 
 def write_encoder(cfg: EncoderConfig) -> dict[str, Any]:
     """The two sections."""
-    return {"encoder": {**{key: allowed[0] for key, allowed in _FIXED.items() if allowed}, **give(cfg, _KEYS)},
-            "preprocessor": {**{key: allowed[0] for key, allowed in _FRONT_END.items()}, "features": cfg.mel_bins}}
+    return {"encoder": {"_target_": f"{_MODULES}.ConformerEncoder", **give(cfg, _KEYS),
+                        **{key: allowed[0] for key, allowed in FIXED.items() if allowed}},
+            "preprocessor": {"_target_": f"{_MODULES}.AudioToMelSpectrogramPreprocessor", "features": cfg.mel_bins, "pad_to": 0,
+                             **{key: allowed[0] for key, allowed in _FRONT_END.items()}}}
 
 
 def _read(content: Mapping[str, Any]) -> ModelConfig:

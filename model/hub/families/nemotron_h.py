@@ -49,7 +49,6 @@ _FIXED: Fixed = {
     "mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu", "swish"), "attention_bias": (False,), "attention_dropout": (0, 0.0),
     "hidden_dropout": (0, 0.0), "mamba_proj_bias": (False,), "residual_in_fp32": (False,), "n_shared_experts": (1,)}
 _LETTERS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "moe": "E", "mlp": "-"}
-_NAMES = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
 
 
 def _pattern(content: Mapping[str, Any]) -> str:
@@ -75,7 +74,7 @@ def _write(cfg: ModelConfig) -> dict[str, Any]:
     d = cfg.decoder
     experts = give(d, _MOE) | {"n_shared_experts": 1, "moe_latent_size": d.moe_latent or None} if "E" in d.pattern else {}
     return {"model_type": "nemotron_h", "num_hidden_layers": len(d.pattern), "hybrid_override_pattern": d.pattern,
-            "layers_block_type": [_NAMES[letter] for letter in d.pattern], "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu",
+            "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu",
             "norm_eps": d.norm_eps, "use_cache": True, **give(d, _KEYS), **experts}
 
 

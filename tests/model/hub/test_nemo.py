@@ -13,13 +13,14 @@ from torch import Tensor
 
 from configs.schema import ModelConfig
 from model.hub.__main__ import run
+from model.hub.families import FAMILIES
 from model.hub.family import HubError
 from model.hub.files import opened
 from model.hub.load import load
 from model.hub.save import save
 from model.params import P
 from tests.goldens import perception
-from tests.model.hub.test_rows import model, written
+from tests.model.hub.test_rows import drawn, model, written
 from tests.parity.results import single_mesh
 
 CONFIG: dict[str, Any] = {"preprocessor": perception.facts()["preprocessor"], "encoder": perception.facts()["encoder"]}
@@ -95,7 +96,8 @@ def salm(folder: Path, place: str) -> tuple[ModelConfig, dict[str, Tensor]]:
 @pytest.mark.parametrize("place", ["llm.model.embed_tokens.weight", "embed_tokens.weight", "llm.lm_head.weight"])
 def test_salm_with_its_embedding_anywhere(place, tmp_path):
     expected, ours = salm(tmp_path, place)
-    (tmp_path / "llm_config.json").write_text((tmp_path / "llm" / "config.json").read_text())
+    (tmp_path / "llm_backbone").mkdir()
+    (tmp_path / "llm_backbone" / "config.json").write_text((tmp_path / "llm" / "config.json").read_text())
     loaded = load(tmp_path, single_mesh())
     assert loaded.cfg == expected
 
@@ -121,7 +123,7 @@ def test_salm_with_its_embedding_anywhere(place, tmp_path):
 
 def test_the_language_model_of_a_salm_must_be_described(tmp_path):
     salm(tmp_path, "embed_tokens.weight")
-    with pytest.raises(HubError, match=r"Qwen/Qwen3-1.7B without describing it: put its config.json beside as llm_config.json"):
+    with pytest.raises(HubError, match=r"Qwen/Qwen3-1.7B without describing it: put its config.json beside as llm_backbone/config.json"):
         load(tmp_path, single_mesh())
     content = json.loads((tmp_path / "config.json").read_text()) | {"pretrained_llm": str(tmp_path / "llm")}
     (tmp_path / "config.json").write_text(json.dumps(content))
@@ -155,3 +157,23 @@ def test_adapters_that_are_still_in_a_salm_are_merged(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(content | {"lora": {"dim": 3, "alpha": 6, "use_dora": True}}))
     with pytest.raises(HubError, match=r"holds adapters and its config.json has lora=.*use_dora"):
         load(tmp_path, single_mesh())
+
+
+def test_a_salm_that_is_like_no_other_says_what_nemo_asks(tmp_path):
+    """Keys that SALMAutomodel, AudioPerceptionModule and from_pretrained of nemo-toolkit 3.0.0 read, and where they look for the rest."""
+    cfg = ModelConfig(encoder=perception.ENCODER, decoder=model("qwen3").decoder)
+    weights = drawn(cfg)
+    save(tmp_path, FAMILIES["salm/qwen3"], cfg, lambda path, _: weights[path], more={"audio_locator_tag": "<|a|>", "prompt_format": "qwen"})
+    content = json.loads((tmp_path / "config.json").read_text())
+    told = {"audio_locator_tag": "<|a|>", "prompt_format": "qwen", "pretrained_llm": "llm_backbone", "use_nemo_automodel": True,
+            "pretrained_weights": False}
+    assert content | told == content
+    heard = content["perception"]
+    assert heard["target"] == "nemo.collections.speechlm2.modules.perception.AudioPerceptionModule"
+    assert heard["encoder"]["_target_"] == "nemo.collections.asr.modules.ConformerEncoder"
+    assert heard["preprocessor"]["_target_"] == "nemo.collections.asr.modules.AudioToMelSpectrogramPreprocessor"
+    assert heard["modality_adapter"]["d_model"] == 64  # without it NeMo leaves the projection out
+    assert heard["output_dim"] == 12
+    assert json.loads((tmp_path / "llm_backbone" / "config.json").read_text())["model_type"] == "qwen3"
+    assert "llm.model.embed_tokens.weight" in load_file(tmp_path / "model.safetensors")
+    assert load(tmp_path, single_mesh()).cfg == cfg

@@ -61,7 +61,7 @@ def test_configurations_survive_the_way_out_and_back(kind, tmp_path):
 
 @pytest.mark.parametrize("scaling", [
     dict(kind="linear", factor=2.0),
-    dict(kind="yarn", factor=4.0, trained_positions=64, beta_fast=16.0, beta_slow=2.0, attention_factor=1.5),
+    dict(kind="yarn", factor=4.0, trained_positions=64, beta_fast=16.0, beta_slow=2.0, attention_factor=1.5, truncate=False),
     dict(kind="llama3", factor=8.0, trained_positions=32, low_frequency=2.0, high_frequency=5.0)])
 def test_rotary_scaling_survives_in_the_new_form_and_in_the_old(scaling, tmp_path):
     cfg = model("llama")
@@ -205,3 +205,20 @@ def test_the_head_for_several_tokens_is_left_out_knowingly(tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == content | {"num_nextn_predict_layers": 0}
     (note,) = loaded.notes
     assert note == "left out 2 tensors like backbone.mtp.x: the head that predicts several tokens is not built here"
+
+
+def test_an_export_of_nemotron_names_its_layers_in_one_way(tmp_path):
+    """The owner's own code knows the pattern alone; a list of another model's layers beside it would say two things."""
+    weights = written("nemotron_h", tmp_path / "a")
+    content = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert content["hybrid_override_pattern"] == "ME*-"
+    assert "layers_block_type" not in content
+    del content["hybrid_override_pattern"]
+    (tmp_path / "a" / "config.json").write_text(json.dumps(content | {"layers_block_type": ["mamba", "moe", "attention", "mlp"]}))
+    (tmp_path / "a" / "modeling_nemotron_h.py").write_text("class NemotronHForCausalLM: ...")
+    save(tmp_path / "b", FAMILIES["nemotron_h"], model("nemotron_h"), lambda path, _: weights[path], like=tmp_path / "a")
+    assert "hybrid_override_pattern" not in json.loads((tmp_path / "b" / "config.json").read_text())
+    assert (tmp_path / "b" / "modeling_nemotron_h.py").exists()
+    shorter = model("nemotron_h", pattern="ME*")
+    with pytest.raises(HubError, match=r"says in other keys what this model changes; export it without, as --family nemotron_h"):
+        save(tmp_path / "c", FAMILIES["nemotron_h"], shorter, lambda path, _: weights[path], like=tmp_path / "a")

@@ -74,12 +74,14 @@ def test_convert_writes_a_run_with_its_adapters_merged(trained, tmp_path):
     folder, cfg, tensors = trained
     assert run(["convert", str(folder), str(tmp_path / "out"), "--family", "llama", "--dtype", "fp32"])["files"] == 1
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"eos_token_id": 1}
+    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["eos_token"] == "<|eos|>"
     assert json.loads((tmp_path / "out" / "tokenizer.json").read_text())["model"] == json.loads(
         Path("data/speech/tokenizer.json").read_text())["model"]
     loaded = load(tmp_path / "out", single_mesh())
-    expected = lora.merge(tensors, cfg.model.lora)
-    assert loaded.tensors.keys() == expected.keys()
-    assert all(torch.equal(t.full_tensor(), expected[path]) for path, t in loaded.tensors.items())
+    assert loaded.tensors.keys() == {path for path, _ in params.named_leaves(speech_lm.model_spec(cfg.model))}
+    for path, t in loaded.tensors.items():
+        adapter = {part: tensors[f"{path}_lora.{part}"] for part in ("a", "b", "magnitude") if f"{path}_lora.{part}" in tensors}
+        assert torch.equal(t.full_tensor(), lora.merged(tensors[path], adapter, 8.0) if adapter else tensors[path]), path
     with pytest.raises(HubError, match=r"name one with --family, or a published folder with --like"):
         run(["convert", str(folder), str(tmp_path / "other")])
     with pytest.raises(HubError, match=r"--family qwen3 and --like .*, which is llama, contradict each other"):
