@@ -25,6 +25,7 @@ from kernels import launch, linear_cross_entropy
 from model import speech_lm
 from parallel.mesh import Mesh, make_mesh, start_processes
 from tests.dist.cells import Cell, batches
+from tests.dist.launch import leave
 from training.engine import Engine
 from training.state import State, init_state
 from training.step import Batch, make_engine, make_step, state_dtype
@@ -158,7 +159,7 @@ def main() -> None:
     result = {"compiled": compiled, "waits": waits}[what](cell)
     if dist.get_rank() == 0:
         print(json.dumps(result))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     start_processes(torch.device("cpu"))
     cfg, _ = config.load([*SMALL, f"run_dir={folder}"])
     mesh = make_mesh(cfg.parallel, torch.device("cpu"))
-    checkpoint.save(folder, init_state(speech_lm.spec(cfg), 0, mesh), [None], mesh, 2, to_dict(cfg))
+    checkpoint.save(folder, init_state(speech_lm.spec(cfg), 0, mesh), {}, mesh, 2, to_dict(cfg))
     return folder
 
 

@@ -20,6 +20,7 @@ from parallel.collectives import gather_objects
 from parallel.mesh import Mesh, make_mesh, start_processes
 from training import checkpoint
 from training.state import State
+from tests.dist.launch import leave
 
 VOCABULARY = 5
 SPEC = {
@@ -64,7 +65,7 @@ def main() -> None:
         result = {"step": loaded.step, "meta": meta, "different": list(chain.from_iterable(different))}
     if mesh.rank == 0:
         print(json.dumps(result))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from tests.dist.gather_worker import LiveMeter
 from training import config
 from training.state import init_state
 from training.step import Batch, make_engine, make_gradients, make_step
+from tests.dist.launch import leave
 
 STEPS, ROWS = 10, 2
 
@@ -97,7 +98,7 @@ def main() -> None:
         torch.save({"start": start, "first": first, "last": last, "weights": weights}, out)
         per_layer = sum(collectives.counts.values()) / len(engine.order)
         print(json.dumps({"losses": losses, "live_max": live.most, "collectives_per_layer": per_layer}))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from model.params import P
 from parallel import collectives, gather, sharding
 from parallel.mesh import Mesh, make_mesh, start_processes
 from training.engine import Engine, Pass
+from tests.dist.launch import leave
 
 LAYERS, WIDTH, HIDDEN = 5, 7, 5  # odd sizes: every shard is uneven and on 3 ranks one is empty
 
@@ -207,4 +208,4 @@ if __name__ == "__main__":
                 "rounded_sum_error": gradient_sum_error(torch.bfloat16, torch.bfloat16)}
     if rank == 0:
         print(json.dumps(results))
-    dist.destroy_process_group()
+    leave()

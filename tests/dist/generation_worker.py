@@ -17,6 +17,7 @@ from training.evaluation import transcribe
 from training.generation import Weights
 from training.state import init_state
 from training.step import make_engine
+from tests.dist.launch import leave
 
 SMALL = ["+experiment=digits", "compile.enabled=false", "model.encoder.n_layers=1", "model.decoder.pattern=M*E", "model.decoder.init_std=0.3",
          "data.validation_utterances=7", "data.workers=0", "generation.max_new_tokens=10",
@@ -38,4 +39,4 @@ if __name__ == "__main__":
     made = transcripts(sys.argv[1:])
     if dist.get_rank() == 0:
         print(json.dumps(made))
-    dist.destroy_process_group()
+    leave()

@@ -33,6 +33,7 @@ from training.evaluation import evaluated_loss, validation_loss
 from training.pipeline import Transfers, from_end
 from training.state import State, init_state
 from training.step import Batch, make_context, make_engine, make_gradients, make_step, state_dtype
+from tests.dist.launch import leave
 
 STEPS = 3
 
@@ -140,7 +141,7 @@ def main() -> None:
         results = {cell.name: measured(cell, precision, folder) for cell in cells() if cell.name in names}
     if dist.get_rank() == 0:
         print(json.dumps(results))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from data.errors import DataError, UtteranceError
 from parallel.collectives import gather_objects
 from parallel.mesh import make_mesh, start_processes
 from training.rows import read_once
+from tests.dist.launch import leave
 
 BATCHES = 3
 
@@ -54,7 +55,7 @@ def main() -> None:
     both = gather_objects(got | {"reads": len(reads)})
     if dist.get_rank() == 0:
         print(json.dumps(both))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

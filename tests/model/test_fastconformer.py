@@ -340,4 +340,4 @@ def test_encoder_compiles_to_one_graph_that_serves_other_rows():
             got = compiled(w, mel, probe_AD, ctx)
         expected = loss(w, mel, probe_AD, ctx)
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
-        assert_equal_gradients(got, expected, w, tolerance=1e-4, floor=1e-2)
+        assert_equal_gradients(got, expected, w, tolerance=1e-4, floor=0.1)  # those of the keys are a hundredth of the typical one

@@ -72,7 +72,7 @@ def test_every_rank_resumes_from_its_own_position(monkeypatch: pytest.MonkeyPatc
     meta = {"data": states, "data_before": None, "config": {"train": {"steps": 20}}}
     monkeypatch.setattr(loop.checkpoint, "load", lambda path, state, mesh, tables: (State(7, {}, {}, {}, {}), meta))
     for rank in range(4):
-        mesh: Any = SimpleNamespace(rank=rank, dp=2, dp_rank=rank // 2)
+        mesh: Any = SimpleNamespace(rank=rank, pp_rank=0, dp=2, dp_rank=rank // 2)
         state, position, notes = loop.resume(cfg, State(0, {}, {}, {}, {}), mesh)
         assert (state.step, position) == (7, states[rank])
         assert notes == ["resuming from here at step 7"]

@@ -19,7 +19,7 @@ from model.hub.families import FAMILIES
 from model.hub.load import load
 from model.hub.save import save
 from parallel.mesh import make_mesh, start_processes
-from tests.dist.launch import torchrun
+from tests.dist.launch import leave, torchrun
 
 LLAMA = ModelConfig(encoder=None, decoder=DecoderConfig(
     pattern="*-" * 16, d_model=2048, vocab_size=32000, n_heads=16, n_kv_heads=4, head_dim=128, rope_theta=1e4, mlp_ffn=5632,
@@ -68,7 +68,7 @@ def worker(folder: Path) -> None:
         over = [above - (ALLOWED[0] * own + ALLOWED[1]) for above, own in found]
         print(json.dumps({"peak_mb": [round(above / 1e6) for above, _ in found], "shard_mb": [round(own / 1e6) for _, own in found],
                           "within": max(over) <= 0}))
-    dist.destroy_process_group()
+    leave()
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from model.hub.load import load, read_box
 from model.hub.save import save
 from model.params import P
 from parallel.mesh import Mesh, make_mesh, start_processes
+from tests.dist.launch import leave
 
 
 def main() -> None:
@@ -27,7 +28,7 @@ def main() -> None:
                for ep, tp, folder in zip(sys.argv[1::3], sys.argv[2::3], sys.argv[3::3], strict=True)]
     if dist.get_rank() == 0:
         print(json.dumps(results))
-    dist.destroy_process_group()
+    leave()
 
 
 def check(folder: Path, mesh: Mesh) -> dict[str, Any]:
