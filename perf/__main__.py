@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from kernels.launch import ARCHITECTURES
-from perf import graphs
+from perf import graphs, plan_check
 from perf.cases import UnknownOperation
 from training.host import keep_freed_memory
 
@@ -36,7 +36,9 @@ def _parser() -> argparse.ArgumentParser:
     packing.add_argument("--rounds", type=int, default=7, help="timed passes of each")
     layouts = commands.add_parser("graphs", help="graphs, collectives and waits of the host in a step, by layout")
     layouts.add_argument("--order", action="store_true", help="print what a step does in which order")
-    layouts.add_argument("--only", nargs="+", default=[], choices=list(graphs.LAYOUTS), metavar="LAYOUT", help=", ".join(graphs.LAYOUTS))
+    check = commands.add_parser("plan_check", help="plan.py's memory and bytes against those of gloo processes")
+    for command, names in ((layouts, graphs.LAYOUTS), (check, plan_check.LAYOUTS)):
+        command.add_argument("--only", nargs="+", default=[], choices=list(names), metavar="LAYOUT", help=", ".join(names))
     gpu = commands.add_parser("gpu", help="operations at real shapes on a GPU, against other libraries")
     gpu.add_argument("--save", action="store_true", help="write table and plot to perf/results")
     tune = commands.add_parser("tune", help="time the candidates for tile sizes on a GPU and rewrite tuned.json")
@@ -75,6 +77,8 @@ def _run(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
             return packing.run(arguments.rounds)
         case "graphs":
             return graphs.run(arguments.only, arguments.order)
+        case "plan_check":
+            return plan_check.run(arguments.only)
         case "gpu":
             from perf import gpu
 

@@ -53,6 +53,8 @@ def step_times(trace: Trace, machine: Machine) -> Times:
                     times.compute += taken
                     times.by_graph["between the layers" if isinstance(event, Work) else event.name] += taken
                 now += taken
+    if ends:
+        raise AssertionError(f"{len(ends)} collectives that nobody waits for")
     times.hidden = max(0.0, sum(times.by_axis.values()) - times.exposed)
     return times
 

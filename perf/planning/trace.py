@@ -94,6 +94,9 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, AsyncCollectiveTensor) for t in types):
             return NotImplemented  # which asks again, unwrapped
+        if "wait_tensor" in str(func) and not self.silent:
+            self.trace.events.append(Wait(args[0].untyped_storage()._cdata))
+            return args[0]  # as a real one does; a fake one returns new memory
         out = func(*args, **(kwargs or {}))
         if not self.silent:
             self._follow(func, args, kwargs or {}, out)
@@ -108,8 +111,6 @@ class Meter(TorchDispatchMode):
             self.trace.events.append(Begin(began, storage))
             if "functional" not in str(func):
                 self.trace.events.append(Wait(storage))
-        elif "wait_tensor" in str(func):
-            self.trace.events.append(Wait(tensors[0].untyped_storage()._cdata))
         elif not func.is_view and tensors:
             values = costs.arguments(func, args, kwargs)
             moved = sum(tensor_bytes([t for t in tree_leaves(v) if isinstance(t, Tensor)]) for v in values.values())

@@ -71,6 +71,11 @@ def test_links_or_the_network_decide(ranks: list[int], seconds: float) -> None:
     assert step_times(trace, H100).total == pytest.approx(seconds + LATENCY_SEC)
 
 
+def test_a_collective_that_nobody_waits_for_is_a_fault() -> None:
+    with pytest.raises(AssertionError, match="1 collectives that nobody waits for"):
+        step_times(traced(Begin(Send("all_gather", 800, "g"), 1), Wait(2)), H100)
+
+
 def test_memory_bounds_a_pass() -> None:
     assert step_times(traced(Work(1.0, 1e9)), H100).compute == pytest.approx(1e9 / (COPIES * H100.bandwidth))
 

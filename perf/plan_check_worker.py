@@ -1,0 +1,140 @@
+"""Under torchrun: one step of a scaled-down model, measured, and what plan.py says about it.
+
+usage: plan_check_worker OVERRIDES...
+"""
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from configs.schema import Config
+from data.packing import AUDIO, Example, pack_row
+from model import speech_lm
+from parallel.mesh import make_mesh, start_processes
+from perf.planning.planner import load
+from perf.planning.timeline import bytes_by_axis
+from perf.planning.trace import trace_step
+from training import config
+from training import step as training_step
+from training.state import init_state
+from training.step import Batch, make_engine, make_step, state_dtype
+
+FORWARD = "forward pass"  # a span's name
+ROW = "{tokens: 512, audio_frames: 352, utterances: 12, utterance_frames: 64, label_tokens: 16}"
+MODEL = ("+experiment=nemotron_ep8", "model=nemotron3_tiny", "data=digits", "parallel=single", "precision=fp32", "compile.enabled=false",
+         f"data.rows=[{ROW}]", "model.decoder.mamba_groups=4", "train.activation_checkpointing=none",
+         "train.activation_checkpointing_encoder=none")
+
+
+def main() -> None:
+    cfg, _ = config.load([*MODEL, *sys.argv[1:]])
+    start_processes(torch.device("cpu"))
+    measured, first, world = measure(cfg), dist.get_rank() == 0, dist.get_world_size()
+    dist.destroy_process_group()
+    if first:
+        predicted = predict(cfg, world)
+        print(json.dumps({name: {"predicted": predicted[name], "measured": value} for name, value in measured.items()}))
+
+
+def row(cfg: Config, number: int) -> Batch:
+    """Eleven utterances of two seconds."""
+    rng = np.random.default_rng(number)
+    examples = [Example(str(i), [AUDIO, 5, 6], rng.integers(7, 50, size=8).tolist(), [1], rng.standard_normal(32000, dtype=np.float32))
+                for i in range(11)]
+    return {name: torch.from_numpy(value) for name, value in pack_row(examples, cfg.data.rows[0]).items()}
+
+
+def measure(cfg: Config) -> dict[str, float]:
+    """Bytes of the state, of what a forward pass leaves for its backward pass, and those that this rank receives in a step."""
+    mesh = make_mesh(cfg.parallel, torch.device("cpu"))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as making:
+        state = init_state(speech_lm.spec(cfg), cfg.seed, mesh, state_dtype(cfg))
+    loss, compiled = training_step.row_loss, functools.partial(torch.compile, backend=graphs_as_they_are)
+    with mock.patch.object(training_step, "row_loss", marked(loss)), mock.patch.object(torch, "compile", compiled):
+        step, rows = make_step(cfg, mesh, make_engine(cfg, mesh)), [row(cfg, mesh.dp_rank)]
+        state, _ = step(state, rows)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+            state, _ = step(state, rows)
+        result: dict[str, float] = {"state": allocated(making), "activation": allocated(trace, FORWARD)}
+        if not cfg.compile.enabled:  # nothing compiled runs under such a mode
+            with Received() as received:
+                step(state, rows)
+            result["bytes"] = received.bytes
+    return result
+
+
+def marked(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """The function in a span of the profile."""
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with record_function(FORWARD):
+            return loss(*args, **kwargs)
+
+    return call
+
+
+def graphs_as_they_are(graph: Any, inputs: Any) -> Any:
+    """Cut into forward and backward as Inductor does, and then run by PyTorch's own operators."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    return aot_autograd(fw_compiler=lambda g, i: make_boxed_func(g.forward), decompositions=select_decomp_table(),
+                        partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"))(graph, inputs)
+
+
+def allocated(trace: Any, span: str | None = None) -> int:
+    """What the allocator gave out and did not get back, in the whole profile or during a span of it."""
+    events = trace.profiler.kineto_results.events()
+    marks = [e for e in events if e.name() == span]
+    start, end = (marks[0].start_ns(), marks[0].start_ns() + marks[0].duration_ns()) if marks else (0, 1 << 63)
+    return sum(e.nbytes() for e in events if e.name() == "[memory]" and start <= e.start_ns() <= end)
+
+
+class Received(TorchDispatchMode):
+    """Counts what each collective brings from other ranks."""
+
+    bytes = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, AsyncCollectiveTensor) for t in types):
+            return NotImplemented  # which asks again, unwrapped
+        out = func(*args, **(kwargs or {}))
+        match str(func).removesuffix(".default"):
+            case "_c10d_functional.all_gather_into_tensor":
+                self.bytes += out.nbytes - args[0].nbytes
+            case "_c10d_functional.reduce_scatter_tensor":
+                self.bytes += args[0].nbytes - out.nbytes
+            case "_c10d_functional.all_reduce":
+                self._reduced(args[0], _resolve_process_group(args[2]).size())
+            case "c10d.allreduce_":
+                self._reduced(args[0][0], dist.ProcessGroup.unbox(args[1]).size())
+            case "_c10d_functional.all_to_all_single":
+                own = args[1][_resolve_process_group(args[3]).rank()]
+                self.bytes += out.nbytes * (1 - own / max(1, len(out)))
+        return out
+
+    def _reduced(self, x: Tensor, ranks: int) -> None:
+        self.bytes += 2 * x.nbytes * (ranks - 1) / ranks
+
+
+def predict(cfg: Config, world: int) -> dict[str, float]:
+    """The same by plan.py."""
+    trace = trace_step(cfg, world, False, 1 << 40, load(cfg))
+    return {"state": trace.state.total(), "activation": trace.forward_bytes, "bytes": bytes_by_axis(trace).total()}
+
+
+if __name__ == "__main__":
+    main()
