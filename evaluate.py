@@ -74,7 +74,7 @@ def configure(asked: EvaluateConfig, stored: dict[str, Any], command: list[str])
         raise config.ConfigError(f"checkpoint={asked.checkpoint} is of a language model alone, which transcribes nothing; give one that "
                                  "was trained with an encoder")
     cfg.parallel = replace(cfg.parallel, dp_replicate=1, cp=1, tp=1)  # copies serve gradients; decoding splits requests, not rows
-    if launch.world() % cfg.parallel.pp:
+    if launch.world() % (cfg.parallel.pp * cfg.parallel.ep):
         cfg.parallel = replace(cfg.parallel, pp=1, pp_chunks=1, pp_layers=[])
     asked_for = {key: getattr(asked, key) for key in GENERATION if getattr(asked, key) is not None}
     cfg.generation = replace(cfg.generation, **asked_for)

@@ -85,20 +85,25 @@ def shared_leaves(cfg: Config) -> tuple[str, ...]:
     return ("decoder.embedding.weight",) if cfg.parallel.pp > 1 and cfg.model.decoder.tie_embeddings else ()
 
 
+def schedule_of(cfg: Config) -> str:
+    """Our name of the schedule; without a pipeline each row goes backward right after its forward."""
+    return schedule(cfg.parallel.pp_schedule) if cfg.parallel.pp > 1 else "1f1b"
+
+
 def actions_of_step(cfg: Config, pp_rank: int, rows: int) -> list[Action]:
     """What a rank of the pipeline does in a step of that many rows."""
     p = cfg.parallel
-    computed = orders(schedule(p.pp_schedule), p.pp, p.pp_chunks, rows)
+    computed = orders(schedule_of(cfg), p.pp, p.pp_chunks, rows)
     return with_transfers(computed, p.pp * p.pp_chunks)[pp_rank]
 
 
 def turns(cfg: Config) -> bool:
     """Whether the last stage goes backward with a row right after its forward."""
-    return cfg.parallel.pp == 1 or schedule(cfg.parallel.pp_schedule) in ("1f1b", "interleaved_1f1b")
+    return schedule_of(cfg) in ("1f1b", "interleaved_1f1b")
 
 
 def waiting(cfg: Config, rows: int) -> float:
     """Which share of a step of that many rows the ranks of the pipeline wait, by the estimated costs of the stages."""
     p, spec = cfg.parallel, speech_lm.spec(cfg)
     costs = [sum(unit_cost(cfg, spec, unit) for unit in speech_lm.units(cfg, stage)) for stage in stages(cfg)]
-    return idle_share(orders(schedule(p.pp_schedule), p.pp, p.pp_chunks, rows), len(costs), costs=costs)
+    return idle_share(orders(schedule_of(cfg), p.pp, p.pp_chunks, rows), len(costs), costs=costs)

@@ -105,6 +105,15 @@ def test_one_file_of_any_length(run: Path, tmp_path: Path, evaluated: Callable[.
     assert len(printed["text"]) > 3 * 5  # at least four pieces of five characters
 
 
+@pytest.mark.parametrize(("world", "stages"), [(1, 1), (2, 1), (4, 2), (8, 2)])
+def test_stages_of_the_training_stay_where_there_are_processes_for_them(run: Path, world: int, stages: int,
+                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg, _ = config.load([*SMALL, "parallel.pp=2", "parallel.pp_layers=[1,1]", "model.decoder.pattern=ME", "parallel.ep=2"])
+    monkeypatch.setattr(evaluate.launch, "world", lambda: world)
+    monkeypatch.setattr(evaluate.launch, "refuse", lambda problems: None)  # of one process that ep is 2
+    assert evaluate.configure(evaluate.EvaluateConfig(checkpoint=str(run)), to_dict(cfg), []).parallel.pp == stages
+
+
 def test_a_refusal_is_the_last_that_torchrun_says(tmp_path: Path) -> None:
     done = command("train.py", "+experiment=digits", "train.steps=0", f"run_dir={tmp_path}",
                    launcher=("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"))

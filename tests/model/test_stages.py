@@ -63,3 +63,10 @@ def test_few_rows_make_the_stages_wait() -> None:
                "model.decoder.mlp_ffn=512")
     assert stages.waiting(cfg, 1) == pytest.approx(1 / 2, abs=0.02)
     assert stages.waiting(cfg, 7) == pytest.approx(1 / 8, abs=0.02)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "looped_bfs"])
+def test_without_a_pipeline_a_row_goes_back_at_once(schedule: str) -> None:
+    cfg = load(f"parallel.pp_schedule={schedule}")
+    found = [(a.kind, a.row) for a in stages.actions_of_step(cfg, 0, 2)]
+    assert found == [("forward", 0), ("backward", 0), ("forward", 1), ("backward", 1)]
