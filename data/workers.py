@@ -1,5 +1,7 @@
 """Worker processes: plans in, packed rows out, in order. A fault in a worker, its death or its silence ends the run as one clear error."""
 
+import atexit
+import multiprocessing
 import random
 import signal
 from collections import deque
@@ -115,6 +117,15 @@ class WorkerSetup:
 def _leave_to_main_process(number: int, frame: FrameType | None) -> None:
     """Whoever ends a run signals all its processes, and the main one still wants its batch before it saves; the second signal counts."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@atexit.register
+def _end_workers() -> None:
+    """Of a program that leaves while it still holds its rows: multiprocessing would send one signal, which they leave to the main process,
+    and wait for them."""
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()
 
 
 def seed_worker(seed: int, epoch: int, rank: int, worker: int) -> None:

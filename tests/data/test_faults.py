@@ -215,7 +215,10 @@ def example(item, cfg):
     return read(item, cfg)
 workers.example = example
 signal.signal(signal.SIGTERM, lambda *_: None)  # a training loop that saves first
-for number, batch in enumerate(make_loader(config(sys.argv[1], workers=1, timeout_sec=2), 0, 0, 1)):
+rows = make_loader(config(sys.argv[1], workers=1, timeout_sec=2), 0, 0, 1)
+for number, batch in enumerate(rows):
+    if sys.argv[2] == "left":
+        break
     if sys.argv[2] == "signal" and number == 3:
         os.killpg(0, signal.SIGTERM)
     if batch["state"]["epoch"] == 3:
@@ -224,9 +227,10 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("case, code, output", [("hang", 1, ""), ("signal", 0, "done\n")])
+@pytest.mark.parametrize("case, code, output", [("hang", 1, ""), ("signal", 0, "done\n"), ("left", 0, "done\n")])
 def test_a_process_group_ends_with_its_main_process(manifest, case, code, output):
-    """A hanging worker does not outlive the run; workers go on after a SIGTERM to all, until the main process has ended."""
+    """A hanging worker does not outlive the run; workers go on after a SIGTERM to all, until the main process has ended; a program that
+    still holds its rows ends too."""
     command = [sys.executable, "-c", PROGRAM, str(manifest), case]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     out, err = process.communicate(timeout=60)
