@@ -104,9 +104,9 @@ def sets(cfg: Config, asked: EvaluateConfig) -> list[str]:
 def work(cfg: Config, asked: EvaluateConfig, mesh: Mesh) -> Iterable[tuple[str, Iterable[dict[str, Any]]]]:
     """Name and rows of each thing to transcribe."""
     if asked.audio is not None:
-        yield asked.audio, read_once(functools.partial(file_batches, cfg.data, asked.audio, mesh.dp_rank, mesh.dp), mesh)
+        yield asked.audio, read_once(functools.partial(file_batches, cfg.data, asked.audio), mesh)
     for name in sets(cfg, asked):
-        yield name, read_once(functools.partial(decoding_batches, cfg.data, name, mesh.dp_rank, mesh.dp), mesh)
+        yield name, read_once(functools.partial(decoding_batches, cfg.data, name), mesh)
 
 
 def beside(checkpoint: Path, name: str) -> Path:

@@ -48,7 +48,9 @@ IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = 
 
 
 def _mkl(a: Tensor, b: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
-    return torch.mm(a, b, out=out) if out is None or not add else out.addmm_(a, b)
+    if out is None or not add:
+        return torch.mm(a, b, out=out)
+    return out.addmm_(a, b) if out.dtype == a.dtype else out.add_(a @ b)
 
 
 def _onednn(a: Tensor, b: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
@@ -63,7 +65,7 @@ OPERANDS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
 
 
 def product(kind: str, a: Tensor, b: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
-    """One of the products of OPERANDS, eagerly, written to `out` or, with `add`, added to what is there.
+    """One of the products of OPERANDS, eagerly, written to `out` or, with `add`, added to what is there, which may be wider.
 
     16-bit and fp64 products, and those on other devices, go where PyTorch sends them.
     """

@@ -1,4 +1,4 @@
-"""Rows of a table by number, with a gradient that is the same in every run: compilers would add up rows with atomic operations, in an
+"""Rows by number, with a gradient that is the same in every run: compilers would add up rows with atomic operations, in an
 order that threads decide."""
 
 from typing import Any
@@ -23,6 +23,22 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient_TD: Tensor) -> Any:
         return _sum_by_number(gradient_TD, ctx.saved_tensors[0], ctx.rows), None
+
+
+def permute(x: Tensor, order_T: Tensor, inverse_T: Tensor) -> Tensor:
+    """x[order], where `inverse` undoes `order`; the gradient goes the inverse way, where indexing would add up."""
+    return _Permute.apply(x, order_T, inverse_T)
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order_T: Tensor, inverse_T: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_T)
+        return x[order_T]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient[ctx.saved_tensors[0]], None, None
 
 
 @torch.library.custom_op("reedling::sum_by_number", mutates_args=())

@@ -18,9 +18,9 @@ from kernels.relative_attention import relative_attention
 from model.audio_row import layout, valid_slots
 from model.context import Context
 from model.lengths import mel_frames
-from model.linear import linear
+from model.linear import affine, affine_spec
 from model.mel import MEL_PER_FRAME
-from model.norm import layer_norm
+from model.norm import layer_norm, layer_norm_spec
 from model.params import P
 from parallel import audio
 
@@ -40,20 +40,20 @@ def subsampling_spec(cfg: EncoderConfig) -> dict[str, Any]:
     width, mel = cfg.subsampling_channels, cfg.mel_bins
     for _ in range(_HALVINGS):
         mel = (mel - 1) // 2 + 1
-    conv = {"0": _affine(("channels", "one", "taps", "taps"), (width, 1, 3, 3))}
+    conv = {"0": affine_spec((width, 1, 3, 3), ("channels", "one", "taps", "taps"))}
     for depthwise, pointwise in (("2", "3"), ("5", "6")):
-        conv[depthwise] = _affine(("channels", "one", "taps", "taps"), (width, 1, 3, 3))
-        conv[pointwise] = _affine(("channels", "channels_in", "one", "one"), (width, width, 1, 1))
-    return {"conv": conv, "out": _affine(("embed", "channels_mel"), (cfg.d_model, width * mel))}
+        conv[depthwise] = affine_spec((width, 1, 3, 3), ("channels", "one", "taps", "taps"))
+        conv[pointwise] = affine_spec((width, width, 1, 1), ("channels", "channels_in", "one", "one"))
+    return {"conv": conv, "out": affine_spec((cfg.d_model, width * mel), ("embed", "channels_mel"))}
 
 
 def subsample(w: Weights, mel: Tensor, ctx: Context) -> Tensor:
     """Log-mel [8 * A, M] -> frames [A, D] in the compute dtype."""
     conv = w["conv"]
     x = _stride2(conv["0"], mel.to(ctx.dtype)[:, :, None], 0, ctx)
-    x = _linear(conv["3"], _stride2(conv["2"], x, 1, ctx))
-    x = _linear(conv["6"], _stride2(conv["5"], x, 2, ctx))
-    x_AD = _linear(w["out"], torch.relu(x.transpose(1, 2).flatten(1)))  # the weight counts mel bins fastest, then channels
+    x = affine(conv["3"], _stride2(conv["2"], x, 1, ctx))
+    x = affine(conv["6"], _stride2(conv["5"], x, 2, ctx))
+    x_AD = affine(w["out"], torch.relu(x.transpose(1, 2).flatten(1)))  # the weight counts mel bins fastest, then channels
     return scaled(x_AD, ctx)
 
 
@@ -73,7 +73,7 @@ def _stride2(w: Weights, x: Tensor, level: int, ctx: Context) -> Tensor:
 
 def layer_spec(cfg: EncoderConfig) -> dict[str, Any]:
     norms = ("norm_feed_forward1", "norm_self_att", "norm_conv", "norm_feed_forward2", "norm_out")
-    return {name: _norm_spec(cfg.d_model, "embed") for name in norms} | {
+    return {name: layer_norm_spec(cfg.d_model) for name in norms} | {
         "feed_forward1": _feed_forward_spec(cfg), "self_attn": _attention_spec(cfg),
         "conv": _convolution_spec(cfg), "feed_forward2": _feed_forward_spec(cfg)}
 
@@ -88,51 +88,37 @@ def forward(w: Weights, x_AD: Tensor, ctx: Context) -> tuple[Tensor, Stats]:
     return _norm(w["norm_out"], x_AD), stats
 
 
-def _norm_spec(width: int, axis: str) -> dict[str, P]:
-    return {"weight": P((width,), (axis,), "ones"), "bias": P((width,), (axis,), "zeros")}
-
-
 def _norm(w: Weights, x_AD: Tensor) -> Tensor:
     return layer_norm(x_AD, w["weight"], w["bias"], _NORM_EPS)
 
 
-def _affine(axes: tuple[str, ...], shape: tuple[int, ...], bias: bool = True) -> dict[str, P]:
-    """Weight and bias of a linear or convolution layer; the weight has the variance of PyTorch's default initialisation."""
-    std = 1 / math.sqrt(3 * math.prod(shape[1:]))
-    return {"weight": P(shape, axes, std=std)} | ({"bias": P(shape[:1], axes[:1], "zeros")} if bias else {})
-
-
-def _linear(w: Weights, x: Tensor) -> Tensor:
-    return linear(x, w["weight"].flatten(1), w.get("bias"))
-
-
 def _feed_forward_spec(cfg: EncoderConfig) -> dict[str, Any]:
     ffn = cfg.d_model * cfg.ff_expansion
-    return {"linear1": _affine(("ffn", "embed"), (ffn, cfg.d_model), cfg.bias),
-            "linear2": _affine(("embed", "ffn"), (cfg.d_model, ffn), cfg.bias)}
+    return {"linear1": affine_spec((ffn, cfg.d_model), ("ffn", "embed"), cfg.bias),
+            "linear2": affine_spec((cfg.d_model, ffn), ("embed", "ffn"), cfg.bias)}
 
 
 def _feed_forward(w: Weights, x_AD: Tensor) -> Tensor:
-    return _linear(w["linear2"], F.silu(_linear(w["linear1"], x_AD)))
+    return affine(w["linear2"], F.silu(affine(w["linear1"], x_AD)))
 
 
 def _attention_spec(cfg: EncoderConfig) -> dict[str, Any]:
     d_model, heads = cfg.d_model, cfg.n_heads
-    projections = {f"linear_{name}": _affine(("heads", "embed"), (d_model, d_model), cfg.bias) for name in "qkv"}
+    projections = {f"linear_{name}": affine_spec((d_model, d_model), ("heads", "embed"), cfg.bias) for name in "qkv"}
     biases = {name: P((heads, d_model // heads), ("heads", "head_dim"), "zeros") for name in ("pos_bias_u", "pos_bias_v")}
     return projections | biases | {
-        "linear_out": _affine(("embed", "heads"), (d_model, d_model), cfg.bias),
-        "linear_pos": _affine(("heads", "embed"), (d_model, d_model), bias=False)}
+        "linear_out": affine_spec((d_model, d_model), ("embed", "heads"), cfg.bias),
+        "linear_pos": affine_spec((d_model, d_model), ("heads", "embed"), bias=False)}
 
 
 def _attention(w: Weights, x_AD: Tensor, ctx: Context) -> Tensor:
     heads = (ctx.encoder.n_heads, -1)
-    q, k, v = (_linear(w[f"linear_{name}"], x_AD).unflatten(1, heads) for name in "qkv")
+    q, k, v = (affine(w[f"linear_{name}"], x_AD).unflatten(1, heads) for name in "qkv")
     wide = torch.promote_types(ctx.dtype, torch.float32)
     positions = relative_positions(ctx.utterance_frames, ctx.encoder.d_model, x_AD.device, wide).to(ctx.dtype)
-    table = _linear(w["linear_pos"], positions).unflatten(1, heads)
+    table = affine(w["linear_pos"], positions).unflatten(1, heads)
     mixed = relative_attention(q, k, v, table, w["pos_bias_u"], w["pos_bias_v"], layout(ctx))
-    return _linear(w["linear_out"], mixed.flatten(1))
+    return affine(w["linear_out"], mixed.flatten(1))
 
 
 def relative_positions(frames: int, d_model: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -145,26 +131,26 @@ def relative_positions(frames: int, d_model: int, device: torch.device, dtype: t
 
 def _convolution_spec(cfg: EncoderConfig) -> dict[str, Any]:
     d_model = cfg.d_model
-    norm = _norm_spec(d_model, "channels")
+    norm = layer_norm_spec(d_model, "channels")
     if cfg.conv_norm == "batch_norm":
         norm |= {"running_mean": P((d_model,), ("channels",), "zeros", kind="buffer"),
                  "running_var": P((d_model,), ("channels",), "ones", kind="buffer")}
-    return {"pointwise_conv1": _affine(("channels", "embed", "one"), (2 * d_model, d_model, 1), cfg.bias),
-            "depthwise_conv": _affine(("channels", "one", "taps"), (d_model, 1, cfg.conv_kernel), cfg.bias),
+    return {"pointwise_conv1": affine_spec((2 * d_model, d_model, 1), ("channels", "embed", "one"), cfg.bias),
+            "depthwise_conv": affine_spec((d_model, 1, cfg.conv_kernel), ("channels", "one", "taps"), cfg.bias),
             "batch_norm": norm,  # NeMo's name, also for a layer norm
-            "pointwise_conv2": _affine(("embed", "channels", "one"), (d_model, d_model, 1), cfg.bias)}
+            "pointwise_conv2": affine_spec((d_model, d_model, 1), ("embed", "channels", "one"), cfg.bias)}
 
 
 def _convolution(w: Weights, x_AD: Tensor, ctx: Context) -> tuple[Tensor, Stats]:
     real = valid_slots(ctx.audio_lengths_U, 1, ctx)[:, None]
-    gated = F.glu(_linear(w["pointwise_conv1"], x_AD), -1)
+    gated = F.glu(affine(w["pointwise_conv1"], x_AD), -1)
     taps = w["depthwise_conv"]
     mixed = centred_conv1d(torch.where(real, gated, 0), taps["weight"].squeeze(1), taps.get("bias"), ctx.audio_segments_A)
     if ctx.encoder.conv_norm == "batch_norm":
         mixed, stats = _batch_norm(w["batch_norm"], mixed, real, ctx)
     else:
         mixed, stats = _norm(w["batch_norm"], mixed), {}
-    return _linear(w["pointwise_conv2"], F.silu(mixed)), stats
+    return affine(w["pointwise_conv2"], F.silu(mixed)), stats
 
 
 def _batch_norm(w: Weights, x_AD: Tensor, real: Tensor, ctx: Context) -> tuple[Tensor, Stats]:

@@ -1,5 +1,7 @@
 """Projections of layers: a dense product, with a low-rank update where the matrix has one."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,7 @@ from kernels import linear as kernel
 from kernels.activation import widen
 from model import lora
 from model.draws import of_slots
+from model.params import P, Tree
 from parallel.collectives import all_reduce
 
 
@@ -23,6 +26,17 @@ def linear(x: Tensor, weight: "Tensor | lora.Adapted", bias: Tensor | None = Non
     if weight.magnitude is not None:
         y = y * _lengthening(weight, weight.magnitude).to(y.dtype)
     return y if bias is None else y + bias
+
+
+def affine_spec(shape: tuple[int, ...], axes: tuple[str, ...], bias: bool = True) -> Tree:
+    """Weight and bias of a linear or convolution layer; the weight has the variance of PyTorch's default initialisation."""
+    std = 1 / math.sqrt(3 * math.prod(shape[1:]))
+    return {"weight": P(shape, axes, std=std)} | ({"bias": P(shape[:1], axes[:1], "zeros")} if bias else {})
+
+
+def affine(w: Tree, x: Tensor) -> Tensor:
+    """`linear` by the weight and, if it has one, the bias of a layer; of a convolution with a single tap too."""
+    return linear(x, w["weight"].flatten(1), w.get("bias"))
 
 
 def _lengthening(w: "lora.Adapted", magnitude: Tensor) -> Tensor:

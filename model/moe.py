@@ -10,7 +10,7 @@ from kernels.activation import expansion, widen
 from kernels.experts import experts
 from model import mlp
 from model.context import Context
-from model.linear import linear
+from model.linear import affine
 from model.norm import add, residual_norms, rms_norm
 from model.params import P, Tree
 from parallel import expert, sequence
@@ -53,18 +53,14 @@ def forward(w: Tree, x_TD: Tensor, ctx: Context) -> tuple[Tensor, dict[str, Tens
     real_T = sequence.own_tokens(ctx.segments_T, ctx) < ctx.cu_seqlens_U1.shape[0] - 1
     ids_TK = torch.where(real_T[:, None], ids_TK, cfg.n_experts)  # padding computes nothing
     if cfg.moe_latent:
-        inner_TD = _project(w["latent_in"], h_TD)
-        y_TD = _project(w["latent_out"], _routed(w["experts"], inner_TD, ids_TK, weights_TK, ctx))
+        inner_TD = affine(w["latent_in"], h_TD)
+        y_TD = affine(w["latent_out"], _routed(w["experts"], inner_TD, ids_TK, weights_TK, ctx))
     else:
         y_TD = _routed(w["experts"], h_TD, ids_TK, weights_TK, ctx)
     if cfg.shared_ffn:
         y_TD = y_TD + mlp.apply(w["shared"], h_TD, cfg.shared_ffn, ctx)
     numbers_E = torch.arange(cfg.n_experts, device=ids_TK.device)
     return add(w, x_TD, y_TD, cfg), {"expert_load": (ids_TK[..., None] == numbers_E).sum((0, 1))}
-
-
-def _project(w: Tree, x_TD: Tensor) -> Tensor:
-    return linear(x_TD, w["weight"], w.get("bias"))
 
 
 def _routed(w: Tree, h_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, ctx: Context) -> Tensor:

@@ -28,6 +28,11 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return F.layer_norm(widen(x), x.shape[-1:], widen(weight), widen(bias), eps).to(x.dtype)
 
 
+def layer_norm_spec(width: int, axis: str = "embed") -> Tree:
+    """Weight and bias of a layer norm."""
+    return {"weight": P((width,), (axis,), "ones"), "bias": P((width,), (axis,), "zeros")}
+
+
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 

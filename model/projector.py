@@ -10,7 +10,7 @@ from configs.schema import EncoderConfig, ProjectorConfig
 from model import fastconformer, qformer, whisper
 from model.context import Context
 from model.lengths import COUNTING
-from model.linear import linear
+from model.linear import affine
 from model.params import P, Tree
 
 Stats = dict[str, Tensor]
@@ -54,20 +54,16 @@ def forward(w: Tree, x_AD: Tensor, ctx: Context) -> tuple[Tensor, Stats]:
     else:
         x_AD = x_AD.unflatten(0, (-1, COUNTING[ctx.encoder.kind].frames_a_token)).flatten(1)  # side by side, the first one first
     if "up" not in w:
-        return _linear(w, x_AD), stats
-    return _linear(w["down"], F.gelu(_linear(w["up"], x_AD))), stats
+        return affine(w, x_AD), stats
+    return affine(w["down"], F.gelu(affine(w["up"], x_AD))), stats
 
 
 def _conformer(w: Tree, x_AD: Tensor, ctx: Context) -> tuple[Tensor, Stats]:
     """The Conformer layers, whose stats carry the path of their layer."""
     inner = replace(ctx, encoder=ctx.projector.conformer)
     stats: Stats = {}
-    x_AD = fastconformer.scaled(_linear(w["input"], x_AD), inner)
+    x_AD = fastconformer.scaled(affine(w["input"], x_AD), inner)
     for i, layer in enumerate(w["layers"]):
         x_AD, sums = fastconformer.forward(layer, x_AD, inner)
         stats |= {f"layers.{i}.{name}": value for name, value in sums.items()}
     return x_AD, stats
-
-
-def _linear(w: Tree, x: Tensor) -> Tensor:
-    return linear(x, w["weight"], w["bias"])

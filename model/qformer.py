@@ -4,7 +4,6 @@ which attend to each other and to the layer's frames; what they found in the lay
 An utterance becomes as many audio tokens as there are queries, whatever its length. Frames of others and between them are not seen.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ from configs.schema import QFormerConfig
 from kernels.attention import attention
 from model.audio_row import bounds
 from model.context import Context
-from model.linear import linear
-from model.norm import layer_norm
+from model.linear import affine, affine_spec
+from model.norm import layer_norm, layer_norm_spec
 from model.params import P
 
 _BERT_EPS, _NORM_EPS = 1e-12, 1e-5
@@ -25,10 +24,11 @@ Weights = dict[str, Any]
 
 def spec(cfg: QFormerConfig, n_read: int, width: int) -> Weights:
     """prompts and scores for each of `n_read` encoder layers, layers, and the norm behind the average."""
-    layer = {"attention": _attention_spec(width), "cross": _attention_spec(width), "up": _affine(cfg.ffn, width, ("ffn", "embed")),
-             "down": _affine(width, cfg.ffn, ("embed", "ffn")), "norm": _norm_spec(width)}
+    layer = {"attention": _attention_spec(width), "cross": _attention_spec(width), "up": affine_spec((cfg.ffn, width), ("ffn", "embed")),
+             "down": affine_spec((width, cfg.ffn), ("embed", "ffn")), "norm": layer_norm_spec(width)}
     return {"prompts": [P((1, cfg.queries, width), ("one", "prompts", "embed"), std=1.0) for _ in range(n_read)],
-            "scores": P((cfg.queries, n_read), ("prompts", "scores"), "zeros"), "layers": [layer] * cfg.n_layers, "norm": _norm_spec(width)}
+            "scores": P((cfg.queries, n_read), ("prompts", "scores"), "zeros"), "layers": [layer] * cfg.n_layers,
+            "norm": layer_norm_spec(width)}
 
 
 def forward(w: Weights, x_AD: Tensor, ctx: Context) -> Tensor:
@@ -43,7 +43,7 @@ def forward(w: Weights, x_AD: Tensor, ctx: Context) -> Tensor:
     for layer in w["layers"]:
         x_TD = _attend(layer["attention"], x_TD, x_TD, cfg.n_heads, places, segments_T, None)
         x_TD = _attend(layer["cross"], x_TD, heard_AD, cfg.n_heads, places, segments_T, keys_2U)
-        x_TD = _norm(layer["norm"], x_TD + _linear(layer["down"], F.gelu(_linear(layer["up"], x_TD))), _BERT_EPS)
+        x_TD = _norm(layer["norm"], x_TD + affine(layer["down"], F.gelu(affine(layer["up"], x_TD))), _BERT_EPS)
     found = x_TD.unflatten(0, (n_read, utterances, cfg.queries))
     share = torch.softmax(w["scores"].float(), -1).to(ctx.dtype).t()[:, None, :, None]
     return _norm(w["norm"], (found * share).sum(0).flatten(0, 1), _NORM_EPS)
@@ -51,26 +51,14 @@ def forward(w: Weights, x_AD: Tensor, ctx: Context) -> Tensor:
 
 def _attend(w: Weights, x_TD: Tensor, keys_SD: Tensor, heads: int, places: Tensor, segments_T: Tensor, keys_2U: Tensor | None) -> Tensor:
     """norm(x + o(attention(q of x, k and v of keys)))"""
-    q, k, v = (_linear(w[name], t).unflatten(1, (heads, -1)) for name, t in (("q", x_TD), ("k", keys_SD), ("v", keys_SD)))
+    q, k, v = (affine(w[name], t).unflatten(1, (heads, -1)) for name, t in (("q", x_TD), ("k", keys_SD), ("v", keys_SD)))
     mixed, _ = attention(q, k, v, places, segments_T=segments_T, keys_2U=keys_2U, causal=False)
-    return _norm(w["norm"], x_TD + _linear(w["o"], mixed.flatten(1)), _BERT_EPS)
+    return _norm(w["norm"], x_TD + affine(w["o"], mixed.flatten(1)), _BERT_EPS)
 
 
 def _attention_spec(width: int) -> Weights:
-    return {**{name: _affine(width, width, ("heads", "embed")) for name in "qkv"}, "o": _affine(width, width, ("embed", "heads")),
-            "norm": _norm_spec(width)}
-
-
-def _affine(outputs: int, inputs: int, axes: tuple[str, str]) -> Weights:
-    return {"weight": P((outputs, inputs), axes, std=1 / math.sqrt(3 * inputs)), "bias": P((outputs,), axes[:1], "zeros")}
-
-
-def _norm_spec(width: int) -> Weights:
-    return {"weight": P((width,), ("embed",), "ones"), "bias": P((width,), ("embed",), "zeros")}
-
-
-def _linear(w: Weights, x: Tensor) -> Tensor:
-    return linear(x, w["weight"], w["bias"])
+    return {**{name: affine_spec((width, width), ("heads", "embed")) for name in "qkv"},
+            "o": affine_spec((width, width), ("embed", "heads")), "norm": layer_norm_spec(width)}
 
 
 def _norm(w: Weights, x: Tensor, eps: float) -> Tensor:

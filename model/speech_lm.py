@@ -140,11 +140,6 @@ def part(run: Run, stage: Stage, x_TD: Tensor | None, batch: dict[str, Tensor], 
     return x_TD, losses, stats
 
 
-def losses(run: Run, batch: dict[str, Tensor], ctx: Context, cfg: Config) -> tuple[Losses, Stats]:
-    """The losses of the whole model, and the layers' sums."""
-    return part(run, whole(cfg.model), None, batch, ctx, cfg)[1:]
-
-
 def update(buffers: dict[str, Tensor], stats: Stats, cfg: ModelConfig) -> dict[str, Tensor]:
     """The buffers (by dotted path) after a step whose sums, over all micro-batches and ranks, were `stats`."""
     out = dict(buffers)

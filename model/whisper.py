@@ -4,7 +4,6 @@ Two convolutions make frames of 20 ms, four a frame of the row; then pre-norm la
 is encoded at its own length, or, as kind whisper_30s or glm_asr_30s, with the silence up to 30 seconds that the owners' front ends append.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -17,8 +16,8 @@ from model.audio_row import bounds, slot_positions, valid_slots
 from model.context import Context
 from model.lengths import COUNTING, halved
 from model.lengths import WHISPER_FRAMES_PER_SLOT as RATE
-from model.linear import linear
-from model.norm import layer_norm
+from model.linear import affine, affine_spec
+from model.norm import layer_norm, layer_norm_spec
 from model.params import P
 from model.rope import rotate
 
@@ -29,7 +28,8 @@ Weights = dict[str, Any]
 
 def spec(cfg: EncoderConfig) -> dict[str, Any]:
     """subsampling, layers, and the norm behind them."""
-    return {"subsampling": subsampling_spec(cfg), "layers": [layer_spec(cfg) for _ in range(cfg.n_layers)], "norm": _norm_spec(cfg.d_model)}
+    return {"subsampling": subsampling_spec(cfg), "layers": [layer_spec(cfg) for _ in range(cfg.n_layers)],
+            "norm": layer_norm_spec(cfg.d_model)}
 
 
 def subsampling_spec(cfg: EncoderConfig) -> dict[str, Any]:
@@ -65,16 +65,16 @@ def layer_spec(cfg: EncoderConfig) -> dict[str, Any]:
     """Two norms, the projections q, k (without a bias), v and o, and a feed-forward layer."""
     d, ffn = cfg.d_model, cfg.d_model * cfg.ff_expansion
     return {
-        "attention_norm": _norm_spec(d), "q": _affine(d, d, ("heads", "embed")), "k": _affine(d, d, ("heads", "embed"), bias=False),
-        "v": _affine(d, d, ("heads", "embed")), "o": _affine(d, d, ("embed", "heads")),
-        "ffn_norm": _norm_spec(d), "up": _affine(ffn, d, ("ffn", "embed")), "down": _affine(d, ffn, ("embed", "ffn"))}
+        "attention_norm": layer_norm_spec(d), **{x: affine_spec((d, d), ("heads", "embed"), bias=x != "k") for x in "qkv"},
+        "o": affine_spec((d, d), ("embed", "heads")),
+        "ffn_norm": layer_norm_spec(d), "up": affine_spec((ffn, d), ("ffn", "embed")), "down": affine_spec((d, ffn), ("embed", "ffn"))}
 
 
 def forward(w: Weights, x_AD: Tensor, ctx: Context) -> tuple[Tensor, dict[str, Tensor]]:
     """x + o(attention(norm(x))), then + down(gelu(up(norm(.))))."""
     x_AD = x_AD + _attention(w, norm(w["attention_norm"], x_AD), ctx)
     h_AD = norm(w["ffn_norm"], x_AD)
-    return x_AD + _linear(w["down"], F.gelu(_linear(w["up"], h_AD))), {}
+    return x_AD + affine(w["down"], F.gelu(affine(w["up"], h_AD))), {}
 
 
 def norm(w: Weights, x_AD: Tensor) -> Tensor:
@@ -83,13 +83,13 @@ def norm(w: Weights, x_AD: Tensor) -> Tensor:
 
 
 def _attention(w: Weights, h_AD: Tensor, ctx: Context) -> Tensor:
-    q, k, v = (_linear(w[name], h_AD).unflatten(1, (ctx.encoder.n_heads, -1)) for name in "qkv")
+    q, k, v = (affine(w[name], h_AD).unflatten(1, (ctx.encoder.n_heads, -1)) for name in "qkv")
     if ctx.encoder.kind.startswith("glm_asr"):
         positions = slot_positions(RATE, ctx)
         q, k = (rotate(t, positions, _THETA, _FRACTION) for t in (q, k))
     places, keys = _places(ctx)
     mixed, _ = attention(q, k, v, places, segments_T=ctx.audio_segments_A.repeat_interleave(RATE), keys_2U=keys, causal=False)
-    return _linear(w["o"], mixed.flatten(1))
+    return affine(w["o"], mixed.flatten(1))
 
 
 def _places(ctx: Context) -> tuple[Tensor, Tensor]:
@@ -97,16 +97,3 @@ def _places(ctx: Context) -> tuple[Tensor, Tensor]:
     places_U1 = bounds(ctx) * RATE
     real_U = halved(COUNTING[ctx.encoder.kind].mel(ctx.audio_samples_U))
     return places_U1.int(), torch.stack((places_U1[:-1], places_U1[:-1] + real_U)).int()
-
-
-def _norm_spec(width: int) -> dict[str, P]:
-    return {"weight": P((width,), ("embed",), "ones"), "bias": P((width,), ("embed",), "zeros")}
-
-
-def _affine(outputs: int, inputs: int, axes: tuple[str, str], bias: bool = True) -> dict[str, P]:
-    weight = P((outputs, inputs), axes, std=1 / math.sqrt(3 * inputs))
-    return {"weight": weight, "bias": P((outputs,), axes[:1], "zeros")} if bias else {"weight": weight}
-
-
-def _linear(w: Weights, x: Tensor) -> Tensor:
-    return linear(x, w["weight"], w.get("bias"))

@@ -89,9 +89,9 @@ def from_first_rank(value: Any, group: ProcessGroup | None = None) -> Any:
     return values[0]
 
 
-def broadcast(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The first rank's tensor, written into that of every rank."""
-    dist.broadcast(x, group=group, group_src=0)
+def broadcast(x: Tensor, group: ProcessGroup, source: int = 0) -> Tensor:
+    """The tensor of one rank of the group, by default the first, written into that of every rank."""
+    dist.broadcast(x, group=group, group_src=source)
     return x
 
 

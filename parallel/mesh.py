@@ -81,15 +81,15 @@ def sizes(cfg: ParallelConfig, world: int) -> Sizes:
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process's place, and the device meshes, all but `tokens` and `rows` those of its stage of the pipeline."""
+    """This process's place, and the device meshes, all but `tokens` those of its stage of the pipeline."""
 
     rank: int
     device: torch.device
     sizes: Sizes
     tokens: DeviceMesh  # ("pp", "dp", "cp", "tp"): dp ranks have different rows, cp and tp ranks parts of the same row, pp ranks its layers
-    rows: DeviceMesh  # ("dp", "row"): the same ranks, those of pp, cp and tp as one
-    row_hosts: dist.ProcessGroup | None  # the ranks of `row_group`, for what stays on the host
-    parts: DeviceMesh  # ("dp", "part"): the ranks of a stage, those of cp and tp as one
+    row_group: dist.ProcessGroup | None  # ranks that share a row, in the order of (pp, cp, tp); None where each has its own
+    row_hosts: dist.ProcessGroup | None  # the same ranks, for what stays on the host
+    parts: DeviceMesh | None  # ("dp", "part"): the ranks of a stage, those of cp and tp as one; None unless there are both
     ends_group: dist.ProcessGroup | None  # first and last rank of the pipeline; None on the others, and without a pipeline
     dense: DeviceMesh  # ("replicate", "shard")
     tensor: DeviceMesh | None  # ("replicate", "shard", "tp"); None without tensor parallelism
@@ -126,16 +126,9 @@ class Mesh:
         return self.tokens.get_group("dp")
 
     @property
-    def row_group(self) -> dist.ProcessGroup | None:
-        """Ranks that share a row, in the order of (pp, cp, tp); None where each has its own."""
-        return self.rows.get_group("row") if self.sizes.alike > 1 else None
-
-    @property
     def split_group(self) -> dist.ProcessGroup | None:
         """Ranks of a stage that share a row, in the order of (cp, tp); None where each has its own."""
-        if self.sizes.cp > 1 and self.sizes.tp > 1:
-            return self.parts.get_group("part")
-        return self.cp_group or self.tp_group
+        return self.cp_group or self.tp_group if self.parts is None else self.parts.get_group("part")
 
     @property
     def cp_group(self) -> dist.ProcessGroup | None:
@@ -179,13 +172,14 @@ def make_mesh(cfg: ParallelConfig, device: torch.device) -> Mesh:
         return init_device_mesh(device.type, (n.pp, *shape), mesh_dim_names=("pp", *names))[names]
 
     by_stage = torch.arange(n.world).view(n.pp, n.dp, -1)
-    rows = DeviceMesh(device.type, by_stage.movedim(0, 1).reshape(n.dp, -1), mesh_dim_names=("dp", "row"))
+    rows = by_stage.movedim(0, 1).reshape(n.dp, -1).tolist()
     return Mesh(
-        rank=dist.get_rank(), device=device, sizes=n, rows=rows,
-        row_hosts=_group_of(rows.mesh.tolist(), "gloo") if n.alike > 1 else None,
+        rank=dist.get_rank(), device=device, sizes=n,
+        row_group=_group_of(rows) if n.alike > 1 else None, row_hosts=_group_of(rows, "gloo") if n.alike > 1 else None,
         ends_group=_group_of(by_stage.flatten(1)[[0, -1]].t().tolist()) if n.pp > 1 else None,
         tokens=init_device_mesh(device.type, (n.pp, n.dp, n.cp, n.tp), mesh_dim_names=("pp", "dp", "cp", "tp")),
-        parts=view((n.dp, n.cp * n.tp), "dp", "part"), dense=view(n.dense, "replicate", "shard"),
+        parts=view((n.dp, n.cp * n.tp), "dp", "part") if n.cp > 1 and n.tp > 1 else None,
+        dense=view(n.dense, "replicate", "shard"),
         tensor=view(n.tensor, "replicate", "shard", "tp") if n.tp > 1 else None,
         experts=view(n.experts, "replicate", "shard", "ep") if n.ep > 1 else None)
 

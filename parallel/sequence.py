@@ -7,12 +7,11 @@ layer exchanges tokens for heads, once on the way in and once on the way out. Wi
 parts (parallel/tensor.py). Without a group every function is the plain one.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from kernels.attention import attention
+from kernels.lookup import permute
 from model.context import Context
 from parallel.collectives import all_gather_grad, all_to_all_grad
 
@@ -68,24 +67,11 @@ def _orders(ctx: Context) -> tuple[Tensor, Tensor]:
     return torch.cat([places(ctx, rank) for rank in range(ranks)]), rank_T * (len(slots_T) // ranks) + local_T
 
 
-class _Permute(torch.autograd.Function):
-    """x[order]; the gradient goes the inverse way, where indexing would add up."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return x[order]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad[ctx.saved_tensors[0]], None, None
-
-
 def in_row_order(x_RT: Tensor, ctx: Context) -> Tensor:
     """[ranks, slots of each, ...] as [slots of the row, ...]."""
     if ctx.cp_split == "document":
         by_rank_T, by_row_T = _orders(ctx)
-        return _Permute.apply(x_RT.flatten(0, 1), by_row_T, by_rank_T)
+        return permute(x_RT.flatten(0, 1), by_row_T, by_rank_T)
     halves = x_RT.unflatten(1, (2, -1))
     return torch.cat((halves[:, 0], halves[:, 1].flip(0))).flatten(0, 1)
 
@@ -95,7 +81,7 @@ def in_rank_order(x_T: Tensor, ctx: Context) -> Tensor:
     assert ctx.cp_group is not None
     ranks = ctx.cp_group.size()
     if ctx.cp_split == "document":
-        return _Permute.apply(x_T, *_orders(ctx)).unflatten(0, (ranks, -1))
+        return permute(x_T, *_orders(ctx)).unflatten(0, (ranks, -1))
     chunks = x_T.unflatten(0, (2 * ranks, -1))
     return torch.stack((chunks[:ranks], chunks[ranks:].flip(0)), 1).flatten(1, 2)
 

@@ -4,7 +4,6 @@ usage: graphs_worker compiled|waits OVERRIDES...
 """
 
 import functools
-import json
 import re
 import sys
 import traceback
@@ -157,9 +156,7 @@ def main() -> None:
     start_processes(torch.device("cpu"))
     cell = Cell("", dist.get_world_size(), dict(keys), rows=4, compiled="layer" if what == "compiled" else "")
     result = {"compiled": compiled, "waits": waits}[what](cell)
-    if dist.get_rank() == 0:
-        print(json.dumps(result))
-    leave()
+    leave(result)
 
 
 if __name__ == "__main__":

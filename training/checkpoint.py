@@ -58,11 +58,12 @@ def load(path: Path, state: State, mesh: Mesh, tables: Mapping[str, int] = Mappi
     if missing:
         raise CheckpointError(f"{path} lacks {len(missing)} tensors of this run, such as {missing[0]}: it was written with another model "
                               "or another choice of what is trained; resume with that run's configuration, or start a new run_dir")
+    rows = {f"{group}.{name}": count for group in ("params", "first", "second") for name, count in tables.items()}
     padded = {name: _whole_rows(t, stored[name].size) for name, t in tensors.items()
-              if name.partition(".")[2] in tables and _differs_in_padding(t.shape, stored[name].size, tables[name.partition(".")[2]], meta)}
+              if name in rows and _differs_in_padding(t.shape, stored[name].size, rows[name], meta)}
     dcp.load(tensors | padded, checkpoint_id=path)
     for name, whole in padded.items():
-        _copy_rows(tensors[name], whole, tables[name.partition(".")[2]])
+        _copy_rows(tensors[name], whole, rows[name])
     buffers = {name: tensors[f"buffers.{name}"] for name in state.buffers}
     return State(meta["step"], state.params, buffers, state.first, state.second), meta
 

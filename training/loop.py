@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from configs.schema import Config
-from data.loader import decoding_batches, empty_batch, make_loader, validation_batches
+from data.loader import decoding_batches, empty_batch, validation_batches
 from data.plan import resumed
 from data.sources import validation_names
 from data.tokenizer import Tokenizer
@@ -30,7 +30,7 @@ from parallel.mesh import Mesh
 from training import checkpoint, evaluation, optimizer
 from training.config import to_dict
 from training.generation import Weights
-from training.rows import read_once
+from training.rows import read_once, training_batches
 from training.scoring import word_error_rate
 from training.state import State, init_state
 from training.step import make_engine, make_step, state_dtype, to_device, warm_up
@@ -89,8 +89,7 @@ class Run:
         self.telemetry = open_telemetry(self.state.step)
         for note in told + notes:
             self.telemetry.note(note)
-        self.loader = read_once(
-            lambda: make_loader(cfg.data, cfg.seed, mesh.dp_rank, mesh.dp, self.position, cfg.train.accumulate), mesh)
+        self.loader = training_batches(cfg, mesh, self.position)
         self.engine = make_engine(cfg, mesh)
         self.step = make_step(cfg, mesh, self.engine)
         self.interruption, self.outcome = Interruption(), Outcome()
@@ -164,7 +163,7 @@ class Run:
         """Loss on every validation set; a checkpoint when their mean is the best so far."""
         losses = []
         for name in validation_names(self.cfg.data):
-            batches = read_once(functools.partial(validation_batches, self.cfg.data, name, self.mesh.dp_rank, self.mesh.dp), self.mesh)
+            batches = read_once(functools.partial(validation_batches, self.cfg.data, name), self.mesh)
             figures = evaluation.validation_loss(self.cfg, self.mesh, self.engine, self.state, batches)
             self.telemetry.log_validation(self.state.step, name, figures)
             losses.append(figures["loss"])
@@ -180,7 +179,7 @@ class Run:
         if self.cfg.model.encoder is None:
             return  # a text has no reference to be heard against
         for name in validation_names(self.cfg.data):
-            batches = list(read_once(functools.partial(decoding_batches, self.cfg.data, name, self.mesh.dp_rank, self.mesh.dp), self.mesh))
+            batches = list(read_once(functools.partial(decoding_batches, self.cfg.data, name), self.mesh))
             found = evaluation.transcribe(weights, batches, self.tokenizer)
             figures = word_error_rate(found)
             examples = [(t.reference, t.hypothesis) for t in found[:EXAMPLES]]

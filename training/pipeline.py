@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel.collectives import broadcast
 from parallel.gather import Shared
 from parallel.mesh import Mesh
 from parallel.pipeline import BACKWARD, FORWARD, Action, Stage, next_stage
@@ -124,9 +125,7 @@ def hand_on(transfers: Transfers, own: Sequence[Stage], tokens: int, compute: Ca
 
 def from_end(mesh: Mesh, x: Tensor) -> Tensor:
     """The tensor of the rank that has the last stage, written into that of every rank of the pipeline."""
-    if mesh.sizes.pp > 1:
-        dist.broadcast(x, group=mesh.pp_group, group_src=mesh.sizes.pp - 1)
-    return x
+    return broadcast(x, mesh.pp_group, mesh.sizes.pp - 1) if mesh.sizes.pp > 1 else x
 
 
 def carry_out(actions: Sequence[Action], stages: Sequence[Stage], tokens: Sequence[int], transfers: Transfers, work: StepWork) -> None:

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from configs.schema import Config
 from data.errors import DataError
+from data.loader import make_loader
 from parallel.collectives import broadcast, from_first_rank
 from parallel.mesh import Mesh
 
@@ -15,12 +17,23 @@ Batch = dict[str, Any]
 Layout = dict[str, tuple[torch.dtype, torch.Size]]
 
 
-def read_once(read: Callable[[], Iterable[Batch]], mesh: Mesh) -> Iterator[Batch]:
-    """The batches of `read()` on every rank that shares them, of which only the first calls it; where ranks share none, `read()` itself.
+def training_batches(cfg: Config, mesh: Mesh, position: dict[str, Any] | None = None) -> Iterator[Batch]:
+    """This rank's rows, without end.
+
+    :param position: where an earlier run stopped reading
+    """
+    return read_once(lambda rank, world: make_loader(cfg.data, cfg.seed, rank, world, position, cfg.train.accumulate), mesh)
+
+
+def read_once(read: Callable[[int, int], Iterable[Batch]], mesh: Mesh) -> Iterator[Batch]:
+    """The batches of `read(data-parallel rank, their number)` on every rank that shares them, of which only the first calls it; where ranks
+    share none, what it returns.
 
     What ends the reading there ends it on all of them, with the same sentence.
     """
-    return iter(read()) if mesh.row_group is None else _Shared(read, mesh, mesh.row_group)
+    if mesh.row_group is None:
+        return iter(read(mesh.dp_rank, mesh.dp))
+    return _Shared(lambda: read(mesh.dp_rank, mesh.dp), mesh, mesh.row_group)
 
 
 class _Shared:
@@ -60,7 +73,8 @@ class _Shared:
     def _buffer(self, layout: Layout) -> Tensor:
         """All tensors as bytes on the device; on a rank that does not read, the room for them."""
         if self.group.rank() == 0:
-            moved = [self.batch[name].to(self.mesh.device, non_blocking=True) for name in layout]
+            filled = [self.batch[name] for name in layout if self.batch[name].numel()]  # view refuses the strides of NumPy's empty arrays
+            moved = [t.to(self.mesh.device, non_blocking=True) for t in filled]
             return torch.cat([t.reshape(-1).view(torch.uint8) for t in moved])
         size = sum(shape.numel() * dtype.itemsize for dtype, shape in layout.values())
         return torch.empty(size, dtype=torch.uint8, device=self.mesh.device)

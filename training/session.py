@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from configs.schema import Config
-from data.loader import make_loader
 from model import lora
 from model.hub.load import read_config
 from model.hub.save import save
@@ -20,6 +19,7 @@ from training import config, evaluation, launch
 from training.config import ConfigError
 from training.engine import Engine
 from training.loop import pretrained
+from training.rows import training_batches
 from training.state import State, init_state
 from training.step import Batch, make_engine, make_step, state_dtype, to_device
 
@@ -35,7 +35,7 @@ class Session:
 
     def batches(self) -> Iterator[dict[str, Any]]:
         """This rank's packed rows, without end."""
-        return make_loader(self.cfg.data, self.cfg.seed, self.mesh.dp_rank, self.mesh.dp)
+        return training_batches(self.cfg, self.mesh)
 
     def loss(self, state: State, batch: dict[str, Any]) -> float:
         """Mean cross-entropy of the batch's supervised tokens over all ranks: the forward pass alone."""

@@ -1,13 +1,12 @@
 """Experts with PyTorch's own products, for comparison: one grouped product a layer, or one product an expert and layer."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.activation import activate, widen
 from kernels.experts.routing import expert_keys
+from kernels.lookup import permute
 
 
 def experts_grouped_mm(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor, activation: str) -> Tensor:
@@ -17,25 +16,12 @@ def experts_grouped_mm(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD:
     counts = (keys[:, None] == torch.arange(up_EFD.shape[0], device=keys.device)).sum(0)
     ends = counts.cumsum(0, dtype=torch.int32)
     exists = (torch.arange(len(keys), device=keys.device) < ends[-1])[:, None]  # rows beyond the last end are left unwritten
-    rows = _Permute.apply(x_TD.repeat_interleave(ids_TK.shape[1], 0), order, slots)
+    rows = permute(x_TD.repeat_interleave(ids_TK.shape[1], 0), order, slots)
     h = F.grouped_mm(torch.where(exists, rows, 0), up_EFD.transpose(1, 2), offs=ends)
     h = activate(torch.where(exists, h, 0), activation)
     y = torch.where(exists, F.grouped_mm(h, down_EDF.transpose(1, 2), offs=ends), 0)
-    y_TKD = _Permute.apply(y, slots, order).unflatten(0, ids_TK.shape)
+    y_TKD = permute(y, slots, order).unflatten(0, ids_TK.shape)
     return (widen(y_TKD) * weights_TK[..., None]).sum(1).to(x_TD.dtype)
-
-
-class _Permute(torch.autograd.Function):
-    """x[order], with the gradient as a gather too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return x[order]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad[ctx.saved_tensors[0]], None, None
 
 
 def experts_loop(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor, activation: str) -> Tensor:

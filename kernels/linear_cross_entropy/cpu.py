@@ -43,10 +43,8 @@ def _loss_op(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int, igno
                 logits.copy_(dlogits.masked_fill_(~labelled[:, None], 0))
         if h_grad:
             dh_TD[rows_R[:count]] = product("nn", dlogits_RV, weight_VD)[:count]
-        if weight_grad and dlogits_RV.dtype == wide:
+        if weight_grad:
             product("tn", dlogits_RV, h_RD, out=dweight_VD, add=True)
-        elif weight_grad:
-            dweight_VD += product("tn", dlogits_RV, h_RD)
     return loss, (labels_T != ignore_index).sum(), dh_TD, dweight_VD.to(weight_VD.dtype)
 
 

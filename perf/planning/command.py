@@ -75,7 +75,7 @@ def read(own: Mapping[str, str], overrides: Sequence[str]) -> tuple[Config, int,
     if "row" in own:
         cfg = planner.with_row(cfg, int(own["row"]))
     p, machine = cfg.parallel, MACHINES[name]
-    fewest = math.lcm(p.pp * p.cp * p.tp * p.dp_replicate, p.ep)
+    fewest = math.lcm(p.cp * p.tp * p.dp_replicate, p.ep)
     return cfg, int(own.get("world", fewest if fewest < machine.node else math.lcm(fewest, machine.node))), machine
 
 
@@ -102,7 +102,7 @@ def rank(cfg: Config, world: int, machine: Machine) -> tuple[bool, float, int]:
 def layout(cfg: Config) -> str:
     """What is not 1 or the default."""
     p = cfg.parallel
-    named = [f"{key}={getattr(p, key)}" for key in ("pp", "dp_replicate", "cp", "tp", "ep") if getattr(p, key) > 1]
+    named = [f"{key}={getattr(p, key)}" for key in ("dp_replicate", "cp", "tp", "ep") if getattr(p, key) > 1]
     return " ".join([f"zero_stage={p.zero_stage}", *named, *([f"ep_dispatch={p.ep_dispatch}"] if p.ep > 1 else [])])
 
 

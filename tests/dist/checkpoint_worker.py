@@ -18,9 +18,9 @@ from model.params import P
 from parallel import sharding
 from parallel.collectives import gather_objects
 from parallel.mesh import Mesh, make_mesh, start_processes
+from tests.dist.launch import leave
 from training import checkpoint
 from training.state import State
-from tests.dist.launch import leave
 
 VOCABULARY = 5
 SPEC = {
@@ -63,9 +63,7 @@ def main() -> None:
         expected = whole(saved)
         different = gather_objects([n for n, t in whole(loaded).items() if not torch.equal(t, expected[n])])
         result = {"step": loaded.step, "meta": meta, "different": list(chain.from_iterable(different))}
-    if mesh.rank == 0:
-        print(json.dumps(result))
-    leave()
+    leave(result)
 
 
 if __name__ == "__main__":

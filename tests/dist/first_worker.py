@@ -21,10 +21,10 @@ from model import params, speech_lm
 from parallel import gather, sharding
 from parallel.mesh import Mesh, make_mesh, start_processes
 from tests.dist.gather_worker import LiveMeter
+from tests.dist.launch import leave
 from training import config
 from training.state import init_state
 from training.step import Batch, make_engine, make_gradients, make_step
-from tests.dist.launch import leave
 
 STEPS, ROWS = 10, 2
 
@@ -96,9 +96,7 @@ def main() -> None:
         losses.append(metrics["loss"].item())
     if mesh.rank == 0:
         torch.save({"start": start, "first": first, "last": last, "weights": weights}, out)
-        per_layer = sum(collectives.counts.values()) / len(engine.order)
-        print(json.dumps({"losses": losses, "live_max": live.most, "collectives_per_layer": per_layer}))
-    leave()
+    leave({"losses": losses, "live_max": live.most, "collectives_per_layer": sum(collectives.counts.values()) / len(engine.order)})
 
 
 if __name__ == "__main__":

@@ -12,12 +12,12 @@ from data.loader import decoding_batches
 from data.tokenizer import load_tokenizer
 from model.stages import own_spec
 from parallel.mesh import make_mesh, start_processes
+from tests.dist.launch import leave
 from training import config
 from training.evaluation import transcribe
 from training.generation import Weights
 from training.state import init_state
 from training.step import make_engine
-from tests.dist.launch import leave
 
 SMALL = ["+experiment=digits", "compile.enabled=false", "model.encoder.n_layers=1", "model.decoder.pattern=M*E", "model.decoder.init_std=0.3",
          "data.validation_utterances=7", "data.workers=0", "generation.max_new_tokens=10",
@@ -37,6 +37,4 @@ def transcripts(overrides: list[str]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     made = transcripts(sys.argv[1:])
-    if dist.get_rank() == 0:
-        print(json.dumps(made))
-    leave()
+    leave(made)

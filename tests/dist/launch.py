@@ -23,9 +23,11 @@ def torchrun(processes: int, module: str, *args: str, timeout_sec: int = 900, **
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def leave() -> NoReturn:
-    """Ends a worker when all have come here. Nothing is taken apart: gloo's threads, of which a group has its own, have crashed on the way
+def leave(result: Any = None) -> NoReturn:
+    """Ends a worker when all have come here; the first rank prints its result. Nothing is taken apart: gloo's threads, of which a group has its own, have crashed on the way
     out of a process that had made many groups."""
+    if dist.get_rank() == 0 and result is not None:
+        print(json.dumps(result))
     dist.barrier()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -12,10 +12,10 @@ from model import params, speech_lm
 from parallel import sharding
 from parallel.mesh import make_mesh, start_processes
 from tests.dist.first_worker import ROWS, rows, whole
+from tests.dist.launch import leave
 from training import config
 from training.state import State, init_state
 from training.step import make_engine, make_gradients
-from tests.dist.launch import leave
 
 SMALL = ["+experiment=digits", "compile.enabled=false", "model.encoder.n_layers=1", "model.decoder.pattern=M*E", "model.lora.rank=3",
          "model.decoder.mamba_heads=8", r"model.freeze_params=['encoder\.','decoder\.','projector','ctc']",
@@ -43,6 +43,4 @@ def gradients(name: str, overrides: list[str]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     made = {layout: {name: gradients(name, [layout]) for name in VARIANTS} for layout in sys.argv[1:]}
-    if dist.get_rank() == 0:
-        print(json.dumps(made))
-    leave()
+    leave(made)

@@ -28,12 +28,12 @@ from parallel.collectives import gather_objects
 from parallel.mesh import Mesh, make_mesh, start_processes
 from tests.dist.cells import Cell, batches, cells
 from tests.dist.first import gradient_error
+from tests.dist.launch import leave
 from training.engine import Engine, Pass
 from training.evaluation import evaluated_loss, validation_loss
 from training.pipeline import Transfers, from_end
 from training.state import State, init_state
 from training.step import Batch, make_context, make_engine, make_gradients, make_step, state_dtype
-from tests.dist.launch import leave
 
 STEPS = 3
 
@@ -139,9 +139,7 @@ def main() -> None:
     start_processes(torch.device("cpu"))
     with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
         results = {cell.name: measured(cell, precision, folder) for cell in cells() if cell.name in names}
-    if dist.get_rank() == 0:
-        print(json.dumps(results))
-    leave()
+    leave(results)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Under torchrun with 2 processes that share their rows: what each rank got, how often each read, and what ended the reading."""
 
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -11,8 +11,8 @@ from configs.schema import ParallelConfig
 from data.errors import DataError, UtteranceError
 from parallel.collectives import gather_objects
 from parallel.mesh import make_mesh, start_processes
-from training.rows import read_once
 from tests.dist.launch import leave
+from training.rows import read_once
 
 BATCHES = 3
 
@@ -21,7 +21,8 @@ def batch(number: int) -> dict[str, Any]:
     """Tensors of several widths, odd lengths and no length, and what stays on the host."""
     return {"segments_T": torch.arange(3 + number, dtype=torch.int32), "audio_S": torch.linspace(-1, 1, 5 + number),
             "labels_UL": torch.full((2, number), number), "wide_S": torch.full((3,), 1 / 3, dtype=torch.float64),
-            "here_T": torch.tensor([True, False, True]), "ids": [f"a{number}"], "state": {"index": number}, "fill": 0.5}
+            "here_T": torch.tensor([True, False, True]), "frames_A": torch.from_numpy(np.zeros(0, np.int64)),
+            "ids": [f"a{number}"], "state": {"index": number}, "fill": 0.5}
 
 
 def main() -> None:
@@ -34,18 +35,20 @@ def main() -> None:
             yield batch(number)
         end()
 
-    def fail(error: Exception) -> Callable[[], Any]:
-        def end() -> None:
+    def fail(error: Exception) -> Callable[..., Any]:
+        def end(*place: int) -> None:
             raise error
         return end
 
     got: dict[str, Any] = {"equal": [], "ends": []}
-    for made, expected in zip(read_once(lambda: counted(lambda: None), mesh), map(batch, range(BATCHES)), strict=True):
+    for made, expected in zip(read_once(lambda *place: counted(lambda: None), mesh), map(batch, range(BATCHES)), strict=True):
         same = [torch.equal(made[name], value) and made[name].dtype == value.dtype if isinstance(value, torch.Tensor)
                 else made[name] == value for name, value in expected.items()]
         got["equal"].append(all(same) and made.keys() == expected.keys())
-    for open_rows in (lambda: counted(fail(DataError("a.wav is empty; repair it"))), fail(DataError("two utterances for three processes")),
-                      lambda: counted(fail(UtteranceError("too_long", "b.wav is too long"))), lambda: counted(fail(KeyError("x")))):
+    for open_rows in (lambda *place: counted(fail(DataError("a.wav is empty; repair it"))),
+                      fail(DataError("two utterances for three processes")),
+                      lambda *place: counted(fail(UtteranceError("too_long", "b.wav is too long"))),
+                      lambda *place: counted(fail(KeyError("x")))):
         before = len(reads)
         try:
             for _ in read_once(open_rows, mesh):
@@ -53,9 +56,7 @@ def main() -> None:
         except Exception as error:
             got["ends"].append([type(error).__name__, str(error), len(reads) - before])
     both = gather_objects(got | {"reads": len(reads)})
-    if dist.get_rank() == 0:
-        print(json.dumps(both))
-    leave()
+    leave(both)
 
 
 if __name__ == "__main__":

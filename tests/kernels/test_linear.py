@@ -65,6 +65,9 @@ def test_strided_operands(monkeypatch, library):
         assert error(out, expected) < 1e-6
         assert product(kind, a, b, out=out, add=True) is out
         assert error(out, 2 * expected) < 1e-6
+    wide = torch.ones(12, 20)
+    product("nt", torch.ones(12, 8).bfloat16(), torch.full((20, 8), 0.5).bfloat16(), out=wide, add=True)
+    assert torch.equal(wide, torch.full((12, 20), 5.0))
 
 
 def test_operators_pass_opcheck(monkeypatch):

@@ -43,7 +43,7 @@ def ours(loaded: Loaded) -> Result:
     batch = {"tokens_T": torch.cat([*(ids for ids, _ in utterances()), torch.zeros(PADDING, dtype=torch.int64)]),
              "labels_T": torch.cat([shifted, torch.full((PADDING,), -100)])}
     ctx = token_row(loaded.cfg.decoder, LENGTHS, PADDING)
-    losses, _ = speech_lm.losses(runner(loaded, weights, ctx), batch, ctx, Config(model=loaded.cfg))
+    _, losses, _ = speech_lm.part(runner(loaded, weights, ctx), speech_lm.whole(loaded.cfg), None, batch, ctx, Config(model=loaded.cfg))
     return results.ours(logits(loaded, weights, batch["tokens_T"], ctx)[:-PADDING], losses["lm"] / (shifted != -100).sum(), weights)
 
 

@@ -43,7 +43,7 @@ def test_loss_is_one_mean_over_all_micro_batches(parts: tuple[Config, Mesh, Engi
     leaves, lm, ctc, frames = state.leaves(), torch.zeros(()), torch.zeros(()), 0.0
     for batch in batches:
         run = Pass(engine, leaves, make_context(cfg, batch, mesh, training=True))
-        losses, stats = speech_lm.losses(run, batch, run.context, cfg)
+        _, losses, stats = speech_lm.part(run, speech_lm.whole(cfg.model), None, batch, run.context, cfg)
         lm, ctc = lm + losses["lm"], ctc + losses["ctc"]
         frames += stats["encoder.layers.1.frames"].item()
     utterances = sum(int((b["ctc_lengths_U"] > 0).sum()) for b in batches)

@@ -64,11 +64,9 @@ def worker(folder: Path) -> None:
     shard = sum(t.to_local().nbytes for t in loaded.tensors.values())
     found: list[Any] = [None] * mesh.world
     dist.all_gather_object(found, (peak.above, shard))
-    if mesh.rank == 0:
-        over = [above - (ALLOWED[0] * own + ALLOWED[1]) for above, own in found]
-        print(json.dumps({"peak_mb": [round(above / 1e6) for above, _ in found], "shard_mb": [round(own / 1e6) for _, own in found],
-                          "within": max(over) <= 0}))
-    leave()
+    over = [above - (ALLOWED[0] * own + ALLOWED[1]) for above, own in found]
+    leave({"peak_mb": [round(above / 1e6) for above, _ in found], "shard_mb": [round(own / 1e6) for _, own in found],
+           "within": max(over) <= 0})
 
 
 def main() -> None:

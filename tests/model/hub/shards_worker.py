@@ -3,13 +3,11 @@
 The last line of rank 0 says of each which tensors differ from those that it reads alone, and whether the export has the folder's bytes.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from configs.schema import ParallelConfig
@@ -26,9 +24,7 @@ def main() -> None:
     start_processes(torch.device("cpu"))
     results = [check(Path(folder), make_mesh(ParallelConfig(ep=int(ep), tp=int(tp)), torch.device("cpu")))
                for ep, tp, folder in zip(sys.argv[1::3], sys.argv[2::3], sys.argv[3::3], strict=True)]
-    if dist.get_rank() == 0:
-        print(json.dumps(results))
-    leave()
+    leave(results)
 
 
 def check(folder: Path, mesh: Mesh) -> dict[str, Any]:
