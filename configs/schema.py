@@ -199,6 +199,7 @@ class ParallelConfig:
     reshard_after_forward: bool = True  # free gathered weights after a layer's forward and gather them again in backward
     reshard_experts_after_forward: bool = True  # the same for the experts
     reduce_dtype: str = "fp32"  # of gradients on their way: fp32 (or wider) | bf16 (half the bytes, sums are rounded)
+    offload: str = "none"  # to the host: none | optimizer (fp32 parameters, moments, update) | parameters (the shards that compute too)
     defer_grad_sync: bool | str = "auto"  # reduce gradients once a step, at the last micro-batch; auto: where the memory allows
 
 

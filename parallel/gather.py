@@ -22,6 +22,7 @@ from model.params import P
 from parallel import sharding
 from parallel.collectives import all_gather_start, all_reduce, reduce_scatter, wait
 from parallel.mesh import Mesh
+from parallel.offload import to_host
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class FlatGroup:
     shards: ProcessGroup
     copies: ProcessGroup | None  # ranks with the same shard, among which its gradient is summed
     dtype: torch.dtype  # of the whole weights
+    device: torch.device  # the same
+    fetched: bool  # the shards are on the host
     sums: torch.dtype | None  # in which gradients travel and are added up; None: fp32 or wider
     reshard: bool  # whether the whole weights go after forward and come again in backward
     trained: bool  # frozen weights have no gradient
@@ -62,7 +65,7 @@ class FlatGroup:
         """Begin to gather: one buffer, or where nothing has to travel the tensors themselves in the dtype of the whole ones."""
         if self.ranks > 1:
             return [all_gather_start(self.pack(shards), self.shards)]
-        return [shards[m.index].to(self.dtype) for m in self.members]
+        return [self.fetch(shards[m.index]) for m in self.members]
 
     def finish(self, begun: Sequence[Tensor]) -> list[Tensor]:
         """The whole tensors, in the order of the members."""
@@ -71,15 +74,21 @@ class FlatGroup:
     def reduce(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """This rank's shards, in fp32 or wider, of the whole gradients summed over all ranks."""
         if self.ranks == 1 and self.copies is None:
-            return [widen(grad) for grad in grads]
-        flat = self.pack_grads(grads)
-        if self.ranks > 1:
-            flat = reduce_scatter(flat, self.shards)
-        return self.unpack_grads(widen(flat if self.copies is None else all_reduce(flat, self.copies)))
+            own = [widen(grad) for grad in grads]
+        else:
+            flat = self.pack_grads(grads)
+            if self.ranks > 1:
+                flat = reduce_scatter(flat, self.shards)
+            own = self.unpack_grads(widen(flat if self.copies is None else all_reduce(flat, self.copies)))
+        return to_host(own) if self.fetched else own
 
     def pack(self, shards: Sequence[Tensor]) -> Tensor:
         """This rank's contribution to the all-gather: its (padded) parts one after the other, cast."""
-        return torch.cat([_padded(shards[m.index], m.chunk_shape).to(self.dtype).reshape(-1) for m in self.members])
+        return torch.cat([_padded(self.fetch(shards[m.index]), m.chunk_shape).reshape(-1) for m in self.members])
+
+    def fetch(self, shard: Tensor) -> Tensor:
+        """On the device and in the dtype of the whole weights."""
+        return shard.to(self.device, self.dtype, non_blocking=True, copy=self.fetched)
 
     def unpack(self, flat: Tensor) -> list[Tensor]:
         """Whole tensors out of the gathered buffer."""
@@ -132,10 +141,11 @@ class Unit:
 
     :param together: also put together what is split over tp, for a pass without gradients whose every rank computes all
     :param sums: dtype in which gradients travel and are added up; None: fp32 or wider
+    :param fetched: shards are on the host, and so are those of their gradients
     """
 
     def __init__(self, leaves: Sequence[P], mesh: Mesh, dtype: torch.dtype, reshard: Reshard, together: bool = False,
-                 sums: torch.dtype | None = None):
+                 sums: torch.dtype | None = None, fetched: bool = False):
         members: dict[Any, list[Member]] = {}
         groups: dict[Any, FlatGroup] = {}
         for index, p in enumerate(leaves):
@@ -143,12 +153,13 @@ class Unit:
             shards, copies = where.mesh.get_group(1), where.mesh.get_group(0) if where.copies > 1 else None
             if joined := together and where.mesh is mesh.tensor:
                 shards = mesh.dense.get_group(1) if mesh.sizes.sharded else where.mesh.get_group(2)
-            copied = shards.size() > 1 or dtype not in (torch.float32, torch.float64)  # the whole weight takes memory of its own
+            # the whole weight takes memory of its own
+            copied = shards.size() > 1 or fetched or dtype not in (torch.float32, torch.float64)
             if p.kind == "buffer" or not (copied or copies):
                 continue  # used as it is
-            free = copied and mesh.world > 1 and (reshard.experts if "experts" in p.axes else reshard.dense)
+            free = copied and (mesh.world > 1 or fetched) and (reshard.experts if "experts" in p.axes else reshard.dense)
             key = shards.group_name, copies and copies.group_name, free, p.trained  # meshes that share their ranks share a buffer
-            groups[key] = FlatGroup(shards, copies, dtype, sums, free, p.trained, ())
+            groups[key] = FlatGroup(shards, copies, dtype, mesh.device, fetched, sums, free, p.trained, ())
             members.setdefault(key, []).append(_member(index, p, where, joined))
         self.groups = [replace(group, members=tuple(members[key])) for key, group in groups.items()]
         self.moved = [m.index for g in self.groups for m in g.members]  # order in which whole tensors come out

@@ -1,4 +1,5 @@
-"""What levels of sharding and schedules of a pipeline are called elsewhere: the one place where other systems' names become ours."""
+"""What levels of sharding, offloading and schedules of a pipeline are called elsewhere: the one place where other systems' names become
+ours."""
 
 ZERO_STAGES = {
     "ddp": 0,
@@ -14,6 +15,14 @@ ZERO_STAGES = {
     "deepspeed_stage_3": 3,
 }
 STAGES = (0, 1, 2, 3)
+OFFLOADS = {
+    "none": "none",
+    "optimizer": "optimizer",
+    "parameters": "parameters",
+    "offload_optimizer": "optimizer",  # DeepSpeed, device cpu
+    "offload_param": "parameters",  # the same, whose optimizer is then there too
+    "CPUOffloadPolicy": "parameters",  # FSDP2
+}
 SCHEDULES = {
     "gpipe": "gpipe",
     "1f1b": "1f1b",
@@ -43,6 +52,16 @@ def zero_stage(value: int | str) -> int:
     if stage not in STAGES:
         raise ValueError(f"{value} is no zero stage; choose 0, 1, 2, 3 or one of {', '.join(ZERO_STAGES)}")
     return int(stage)
+
+
+def offloaded(value: str) -> str:
+    """Our name of what is kept on the host.
+
+    Raises ValueError for a name that no system uses.
+    """
+    if value not in OFFLOADS:
+        raise ValueError(f"{value} cannot be kept on the host; choose one of {', '.join(OFFLOADS)}")
+    return OFFLOADS[value]
 
 
 def schedule(value: str) -> str:

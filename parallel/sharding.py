@@ -5,7 +5,7 @@ replicated.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,13 +113,16 @@ def from_local(p: P, local: Tensor, mesh: Mesh) -> DTensor:
     return DTensor.from_local(local, where.mesh, where.placements, run_check=False, shape=torch.Size(p.shape), stride=stride)
 
 
-def init_sharded(spec: Tree, seed: int, mesh: Mesh, dtype: torch.dtype = torch.float32, known: Mapping[str, Any] | None = None) -> Tree:
+def init_sharded(spec: Tree, seed: int, mesh: Mesh, dtype: torch.dtype = torch.float32, known: Mapping[str, Any] | None = None,
+                 put: Callable[[Any], Any] | None = None) -> Tree:
     """Every leaf of `spec` drawn in full and cut to this rank's part, one at a time, so that all world sizes start bit-equal.
 
     :param known: leaves, by dotted path, that are here already
+    :param put: moves each leaf to where it stays
     """
     def leaf(path: str, p: P) -> Any:
-        return known[path] if known and path in known else shard(p, params.draw(path, p, seed).to(dtype), mesh)
+        found = known[path] if known and path in known else shard(p, params.draw(path, p, seed).to(dtype), mesh)
+        return found if put is None else put(found)
 
     return params.map_named(leaf, spec)
 

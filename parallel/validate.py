@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from configs.schema import Config, EncoderConfig, QFormerConfig, RowSize
 from model import freezing, lora, params, speech_lm
-from parallel.names import schedule, zero_stage
+from parallel.names import ZERO_STAGES, offloaded, schedule, zero_stage
 from parallel.pipeline import rounds
 
 
@@ -209,6 +209,24 @@ def sharding(cfg: Config, environment: Environment) -> Iterator[str]:
     if one_graph and p.defer_grad_sync is True:
         yield ("parallel.defer_grad_sync=true keeps gradients from row to row, and compile.scope=step makes a graph a row; choose "
                "compile.scope=layer, or defer_grad_sync=auto")
+
+
+@rule({"parallel.offload": "nvme"},
+      {"parallel.offload": "optimizer", "compile.scope": "step"},
+      {"parallel.offload": "offload_param", "parallel.zero_stage": 2})
+def offload(cfg: Config, environment: Environment) -> Iterator[str]:
+    """What is on the host comes to the device between layers."""
+    p = cfg.parallel
+    try:
+        found = offloaded(p.offload)
+    except ValueError as error:
+        yield f"parallel.offload={error}"
+        return
+    if found != "none" and cfg.compile.enabled and cfg.compile.scope == "step":
+        yield f"parallel.offload={p.offload} moves tensors between graphs and compile.scope=step has one; choose compile.scope=layer"
+    if found == "parameters" and ZERO_STAGES.get(str(p.zero_stage), p.zero_stage) in (0, 1, 2):
+        yield (f"parallel.offload={p.offload} lets weights go after each layer and parallel.zero_stage={p.zero_stage} keeps them; choose "
+               "zero stage 3, or parallel.offload=optimizer")
 
 
 @rule({"parallel.cp": 8, "world": 8},

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -65,7 +66,8 @@ def load(path: Path, state: State, mesh: Mesh, tables: Mapping[str, int] = Mappi
     for name, whole in padded.items():
         _copy_rows(tensors[name], whole, rows[name])
     buffers = {name: tensors[f"buffers.{name}"] for name in state.buffers}
-    return State(meta["step"], state.params, buffers, state.first, state.second), meta
+    state.refresh()
+    return replace(state, step=meta["step"], buffers=buffers), meta
 
 
 def _differs_in_padding(shape: Sequence[int], stored: Sequence[int], real: int, meta: dict[str, Any]) -> bool:

@@ -40,11 +40,13 @@ class Engine:
     :param sums: dtype in which gradients travel and are added up; None: fp32 or wider
     :param apart: units before which a pass ends, so that none is gathered ahead there
     :param turns: whether backward starts with the last unit, right after its forward
+    :param fetched: shards are on the host
     """
 
     def __init__(self, spec: Tree, units: Iterable[tuple[str, ...]], mesh: Mesh, dtype: torch.dtype, reshard: Reshard,
                  compile: CompileConfig, bind: Callable[[Function], Function] = _as_it_is, recompute: Mapping[str, str] | None = None,
-                 sums: torch.dtype | None = None, apart: Container[tuple[str, ...]] = (), turns: bool = True):
+                 sums: torch.dtype | None = None, apart: Container[tuple[str, ...]] = (), turns: bool = True,
+                 fetched: bool = False):
         self.compile, self.bind, self.recompute = compile, bind, recompute or {}
         self.order = list(units)
         self.after = {unit: later for unit, later in pairwise(self.order) if later not in apart}
@@ -58,8 +60,8 @@ class Engine:
             leaves, self.trees[key] = pytree.tree_flatten(tree)
             self.paths[key] = [f"{path}.{name}" for path in key for name, _ in params.named_leaves(params.subtree(spec, path))]
             keep = Reshard(False, False) if turns and key == self.order[-1] else reshard
-            self.units[key] = Unit(leaves, mesh, dtype, keep, sums=sums)
-            self.joined[key] = self.units[key] if mesh.tensor is None else Unit(leaves, mesh, dtype, keep, together=True)
+            self.units[key] = Unit(leaves, mesh, dtype, keep, sums=sums, fetched=fetched)
+            self.joined[key] = self.units[key] if mesh.tensor is None else Unit(leaves, mesh, dtype, keep, together=True, fetched=fetched)
         self._compiled: dict[Function, Function] = {}
         # about the transform in the features, which is a call into a library and no loss
         warnings.filterwarnings("ignore", message="Torchinductor does not support code generation for complex operators")

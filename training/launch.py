@@ -30,7 +30,7 @@ from training import checkpoint, config
 from training.evaluation import stops
 from training.loop import Outcome, Run, RunError
 from training.progress import RunSummary, banner
-from training.step import DTYPES, state_dtype
+from training.step import DTYPES, offload_of, state_dtype
 from training.telemetry import EVENTS_DIR, Telemetry
 
 REFUSED = 2  # exit status
@@ -238,7 +238,7 @@ def pipeline(cfg: Config) -> dict[str, str]:
 
 
 def memory(cfg: Config, mesh: Mesh) -> dict[str, int]:
-    """Bytes that a rank holds whatever its batch: its shards, and the whole weights in the compute dtype that exist at a time."""
+    """Bytes that a rank's device holds whatever its batch: its shards, and the whole weights in the compute dtype that exist at a time."""
     spec = own_spec(cfg, mesh.pp_rank)
     width, leaves = state_dtype(cfg).itemsize, {path: p for path, p in params.named_leaves(spec) if p.kind == "param"}
     places = {path: sharding.place(p, mesh) for path, p in leaves.items()}
@@ -249,5 +249,10 @@ def memory(cfg: Config, mesh: Mesh) -> dict[str, int]:
     prefixes = [tuple(f"{path}." for path in unit) for unit in units]
     whole = [DTYPES[cfg.precision].itemsize * sum(n for path, n in numbers.items() if path.startswith(unit)) for unit in prefixes]
     kept = len(whole) if zero_stage(cfg.parallel.zero_stage) in (1, 2) else 2
-    gathered = sum(sorted(whole)[-kept:]) if mesh.sizes.sharded and mesh.world > 1 else 0
-    return {"parameters": sum(shards.values()), "moments": 2 * trained, "gradients": trained, "gathered layers": gathered}
+    gathered = sum(sorted(whole)[-kept:]) if (mesh.sizes.sharded and mesh.world > 1) or offload_of(cfg) == "parameters" else 0
+    state = {"parameters": sum(shards.values()), "moments": 2 * trained, "gradients": trained}
+    if (offload := offload_of(cfg)) != "none":
+        kept = offload == "optimizer"
+        copies = DTYPES[cfg.precision].itemsize * state["parameters"] // width
+        state = {"parameters": kept * copies, "moments": 0, "gradients": kept * trained}
+    return state | {"gathered layers": gathered}

@@ -32,8 +32,8 @@ from training.config import to_dict
 from training.generation import Weights
 from training.rows import read_once, training_batches
 from training.scoring import word_error_rate
-from training.state import State, init_state
-from training.step import make_engine, make_step, state_dtype, to_device, warm_up
+from training.state import State
+from training.step import make_engine, make_state, make_step, state_dtype, to_device, warm_up
 from training.telemetry import Meter, Telemetry, compilations, expert_load, to_floats
 
 WARM_UP_STEPS = 10  # steps after which nothing may compile any more
@@ -84,7 +84,7 @@ class Run:
     def __init__(self, cfg: Config, mesh: Mesh, tokenizer: Tokenizer, open_telemetry: Callable[[int], Telemetry]):
         self.cfg, self.mesh, self.tokenizer, self.run_dir = cfg, mesh, tokenizer, Path(cfg.run_dir)
         known, told = ({}, []) if checkpoint_to_resume(cfg) else pretrained(cfg, mesh)
-        fresh = init_state(own_spec(cfg, mesh.pp_rank), cfg.seed, mesh, state_dtype(cfg), known)
+        fresh = make_state(cfg, mesh, known)
         self.state, self.position, notes = resume(cfg, fresh, mesh)
         self.telemetry = open_telemetry(self.state.step)
         for note in told + notes:

@@ -26,7 +26,7 @@ def learning_rate(step: int, cfg: OptimizerConfig, steps: int) -> float:
 
 
 def global_norm(grads: Mapping[str, Tensor], copies: Mapping[str, int], zero: Tensor) -> Tensor:
-    """Euclidean norm over all parameters and ranks, a scalar of the gradients' dtype, as `zero` is, which stands for a rank without any.
+    """Euclidean norm over all parameters and ranks, a scalar like `zero`, which stands for a rank without any.
 
     The squares of this rank's shards are summed over the world, whatever mesh each parameter lives on; a shard of which the world has
     several copies counts by its share, so that each element counts once.
@@ -36,13 +36,13 @@ def global_norm(grads: Mapping[str, Tensor], copies: Mapping[str, int], zero: Te
         return sum_over_ranks(zero.clone()).sqrt()
     squares = torch._foreach_pow(torch._foreach_norm([grads[name] for name in names]), 2)
     torch._foreach_mul_(squares, [1 / copies[name] for name in names])  # numbers, which a device gets without waiting
-    return sum_over_ranks(torch.stack(squares).sum()).sqrt()
+    return sum_over_ranks(torch.stack(squares).sum().to(zero.device)).sqrt()
 
 
 def clip(grads: list[Tensor], norm: Tensor, limit: float) -> None:
     """Scale the gradients in place so that their global norm is at most `limit`; 0 leaves them."""
     if limit > 0 and grads:
-        torch._foreach_mul_(grads, (limit / (norm + 1e-6)).clamp(max=1.0))
+        torch._foreach_mul_(grads, (limit / (norm + 1e-6)).clamp(max=1.0).to(grads[0].device))
 
 
 def update(params: Mapping[str, Tensor], grads: Mapping[str, Tensor], first: Mapping[str, Tensor], second: Mapping[str, Tensor],

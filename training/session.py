@@ -12,7 +12,6 @@ from model import lora
 from model.hub.load import read_config
 from model.hub.save import save
 from model.params import P
-from model.stages import own_spec
 from parallel.mesh import Mesh, make_mesh, start_processes
 from parallel.validate import Environment, validate
 from training import config, evaluation, launch
@@ -20,8 +19,8 @@ from training.config import ConfigError
 from training.engine import Engine
 from training.loop import pretrained
 from training.rows import training_batches
-from training.state import State, init_state
-from training.step import Batch, make_engine, make_step, state_dtype, to_device
+from training.state import State
+from training.step import Batch, make_engine, make_state, make_step, to_device
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Session:
         def fetch(path: str, p: P) -> Tensor:
             if p.kind == "buffer":
                 return whole[path]
-            return lora.merge(path, lambda name: whole[name].full_tensor(), whole, self.cfg.model.lora)
+            return lora.merge(path, lambda name: whole[name].to(self.mesh.device).full_tensor(), whole, self.cfg.model.lora)
 
         save(out, read_config(like)[0], self.cfg.model, fetch, like=like, writes=self.mesh.rank == 0)
 
@@ -74,5 +73,5 @@ def start(overrides: Sequence[str]) -> tuple[Session, State]:
     mesh = make_mesh(cfg.parallel, device)
     known, _ = pretrained(cfg, mesh)
     engine = make_engine(cfg, mesh)
-    state = init_state(own_spec(cfg, mesh.pp_rank), cfg.seed, mesh, state_dtype(cfg), known)
+    state = make_state(cfg, mesh, known)
     return Session(cfg, mesh, engine, make_step(cfg, mesh, engine)), state

@@ -1,7 +1,8 @@
 """What a training step changes."""
 
+import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from model import params
 from model.params import Tree
-from parallel import sharding
+from parallel import offload, sharding
 from parallel.mesh import Mesh
 
 
@@ -22,6 +23,7 @@ class State:
     buffers: dict[str, Tensor]
     first: dict[str, Any]  # of the trained parameters alone
     second: dict[str, Any]
+    copies: dict[str, Tensor] = field(default_factory=dict)  # of parameters on the host: what a forward pass reads (parallel/offload.py)
 
     @property
     def trained(self) -> dict[str, Any]:
@@ -30,12 +32,26 @@ class State:
 
     def leaves(self) -> dict[str, Tensor]:
         """What a forward pass reads: this rank's shards of the parameters, gradients on for the trained ones, and the buffers."""
-        return {name: shard.requires_grad_(name in self.first) for name, shard in sharding.local(self.params).items()} | self.buffers
+        shards = self.copies or sharding.local(self.params)
+        return {name: shard.requires_grad_(name in self.first) for name, shard in shards.items()} | self.buffers
+
+    def refresh(self) -> None:
+        """Write the parameters, which have changed, into the copies."""
+        with torch.no_grad():
+            for name, copy in self.copies.items():
+                copy.copy_(self.params[name].to_local(), non_blocking=True)
 
 
-def init_state(spec: Tree, seed: int, mesh: Mesh, dtype: torch.dtype = torch.float32, known: Mapping[str, Any] | None = None) -> State:
-    """Parameters, freshly drawn (in fp32, then stored in `dtype`) where not `known`, and zero moments of the trained ones, all sharded."""
-    weights, buffers = params.split_kinds(spec, sharding.init_sharded(spec, seed, mesh, dtype, known))
+def init_state(spec: Tree, seed: int, mesh: Mesh, dtype: torch.dtype = torch.float32, known: Mapping[str, Any] | None = None,
+               offloaded: str = "none", compute: torch.dtype = torch.float32) -> State:
+    """Parameters, freshly drawn (in fp32, then stored in `dtype`) where not `known`, and zero moments of the trained ones, all sharded.
+
+    :param offloaded: "none", or what is on the host: "optimizer" or "parameters"
+    :param compute: dtype of the copies of what is there
+    """
+    place = functools.partial(offload.on_host, mesh=mesh) if offloaded != "none" else None
+    weights, buffers = params.split_kinds(spec, sharding.init_sharded(spec, seed, mesh, dtype, known, place))
     trained = {name for name, p in params.named_leaves(spec) if p.trained}
-    zeros = [{name: torch.zeros_like(w) for name, w in weights.items() if name in trained} for _ in range(2)]
-    return State(0, weights, buffers, *zeros)
+    first, second = ({name: torch.zeros_like(w) for name, w in weights.items() if name in trained} for _ in range(2))
+    copies = offload.copies(weights, offloaded, mesh, compute) if offloaded != "none" else {}
+    return State(0, weights, buffers, first, second, copies)

@@ -3,7 +3,7 @@
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -19,12 +19,13 @@ from parallel import audio, sharding
 from parallel.collectives import all_reduce, every_rank, gather_objects, sum_over_ranks
 from parallel.gather import Reshard, Shared
 from parallel.mesh import Mesh
-from parallel.names import zero_stage
+from parallel.names import offloaded, zero_stage
+from parallel.offload import to_host
 from parallel.pipeline import Stage
 from training import optimizer
 from training.engine import Engine, Pass
 from training.pipeline import Part, StepWork, Transfers, carry_out, own_tokens, part_gradients
-from training.state import State
+from training.state import State, init_state
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}  # of the computation
 DEFER_SHARE = 0.25  # of a rank's memory that whole gradients may take for parallel.defer_grad_sync=auto to keep them
@@ -79,7 +80,18 @@ def make_engine(cfg: Config, mesh: Mesh) -> Engine:
     sums = torch.bfloat16 if cfg.parallel.reduce_dtype == "bf16" else None
     units = [list(speech_lm.units(cfg, stage)) for stage in own_stages(cfg, mesh.pp_rank)]
     return Engine(speech_lm.spec(cfg), chain.from_iterable(units), mesh, DTYPES[cfg.precision], reshard, cfg.compile, recompute=recompute,
-                  sums=sums, apart={first for first, *_ in units[1:]}, turns=mesh.pp_rank == mesh.sizes.pp - 1 and turns(cfg), **bind)
+                  sums=sums, apart={first for first, *_ in units[1:]}, turns=mesh.pp_rank == mesh.sizes.pp - 1 and turns(cfg),
+                  fetched=offload_of(cfg) == "parameters", **bind)
+
+
+def make_state(cfg: Config, mesh: Mesh, known: Mapping[str, Any] | None = None) -> State:
+    """The state of this rank of the pipeline before the first step, its parameters drawn where they are not `known`."""
+    return init_state(own_spec(cfg, mesh.pp_rank), cfg.seed, mesh, state_dtype(cfg), known, offload_of(cfg), DTYPES[cfg.precision])
+
+
+def offload_of(cfg: Config) -> str:
+    """Our name of what is on the host."""
+    return offloaded(cfg.parallel.offload)
 
 
 def state_dtype(cfg: Config) -> torch.dtype:
@@ -122,7 +134,8 @@ def make_gradients(cfg: Config, mesh: Mesh, engine: Engine) -> Callable[[State, 
         carry_out(actions, every_stage, [own_tokens(mesh, row) for row in rows], transfers, work)
         for name in shared_leaves(cfg):
             if name in work.grads and mesh.ends_group is not None:
-                work.grads[name] = all_reduce(work.grads[name].contiguous(), mesh.ends_group)
+                grad = work.grads[name].to(mesh.device)  # from the host, if it is there
+                work.grads[name] = all_reduce(grad.contiguous(), mesh.ends_group).to(work.grads[name].device)
         return Gradients({name: work.grads[name] for name in state.first}, total(work.sums), counts)
 
     return gradients
@@ -197,8 +210,11 @@ def make_step(cfg: Config, mesh: Mesh, engine: Engine) -> Callable[[State, Seque
         optimizer.clip(list(grads.values()), norm, cfg.optimizer.clip_norm)
         lr = optimizer.learning_rate(state.step, cfg.optimizer, cfg.train.steps)
         with torch.no_grad():
+            if state.copies:
+                grads = dict(zip(grads, to_host(list(grads.values())), strict=True))
             optimizer.update(sharding.local(state.trained), grads, sharding.local(state.first), sharding.local(state.second), state.step,
                              lr, cfg.optimizer, decayed)
+            state.refresh()
         buffers = speech_lm.update(state.buffers, sums, cfg.model)
         return replace(state, step=state.step + 1, buffers=buffers), {"grad_norm": norm, "labels": counts["lm"], **sums}
 

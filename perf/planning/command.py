@@ -14,6 +14,7 @@ from perf.planning.planner import Plan
 from perf.planning.timeline import Times
 from perf.report import show
 from training import config
+from training.step import offload_of
 
 NEEDED_BY_RUNS_ALONE = ("data.manifest", "data.tokenizer", "run_dir")
 TRIED = 12  # layouts that a search simulates
@@ -72,6 +73,8 @@ def read(own: Mapping[str, str], overrides: Sequence[str]) -> tuple[Config, int,
         raise Refused("compile.scope=step makes one graph of a step, which is not planned; choose compile.scope=layer")
     if cfg.parallel.pp > 1:
         raise Refused(f"parallel.pp={cfg.parallel.pp} cuts the model into stages, which are not planned; choose parallel.pp=1")
+    if offload_of(cfg) != "none":
+        raise Refused(f"parallel.offload={cfg.parallel.offload} keeps state on the host, which is not planned; choose none")
     if "row" in own:
         cfg = planner.with_row(cfg, int(own["row"]))
     p, machine = cfg.parallel, MACHINES[name]

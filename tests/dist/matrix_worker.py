@@ -22,7 +22,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from configs.schema import Config
 from kernels.linear import OPERANDS, use_libraries
 from model import params, speech_lm
-from model.stages import own_spec, own_stages
+from model.stages import own_stages
 from parallel import sharding
 from parallel.collectives import gather_objects
 from parallel.mesh import Mesh, make_mesh, start_processes
@@ -32,8 +32,8 @@ from tests.dist.launch import leave
 from training.engine import Engine, Pass
 from training.evaluation import evaluated_loss, validation_loss
 from training.pipeline import Transfers, from_end
-from training.state import State, init_state
-from training.step import Batch, make_context, make_engine, make_gradients, make_step, state_dtype
+from training.state import State
+from training.step import Batch, make_context, make_engine, make_gradients, make_state, make_step, state_dtype
 
 STEPS = 3
 
@@ -61,7 +61,7 @@ def run(cell: Cell, precision: str) -> dict[str, Any]:
     cfg = cell.config(precision)
     mesh = make_mesh(cfg.parallel, torch.device("cpu"))
     spec = dict(params.named_leaves(speech_lm.spec(cfg)))
-    state: State = init_state(own_spec(cfg, mesh.pp_rank), cfg.seed, mesh, state_dtype(cfg))
+    state: State = make_state(cfg, mesh)
     if cell.starved:
         for name, buffer in state.buffers.items():
             if name.endswith("router.bias"):

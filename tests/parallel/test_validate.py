@@ -55,6 +55,11 @@ def test_sizes_below_their_least(key: str, least: int) -> None:
 
 
 @pytest.mark.parametrize(("changes", "world", "pattern"), [
+    ({"parallel.offload": "nvme"}, 1, r"^parallel.offload=nvme cannot be kept on the host; choose one of none, optimizer, param"),
+    ({"parallel.offload": "offload_optimizer", "compile.scope": "step"}, 1, r"^parallel.offload=offload_optimizer moves .*scope=layer$"),
+    ({"parallel.offload": "offload_optimizer", "parallel.zero_stage": 1}, 1, None),
+    ({"parallel.offload": "CPUOffloadPolicy", "parallel.zero_stage": "deepspeed_stage_2"}, 1,
+     r"^parallel.offload=CPUOffloadPolicy lets .*zero_stage=deepspeed_stage_2 keeps them; .* or parallel.offload=optimizer$"),
     ({"parallel.ep": 8}, 1, r"^parallel.ep=8 needs .* of 8, and there is 1; type torchrun --nproc_per_node=8 train.py \+experiment=x$"),
     ({"parallel.ep": 4}, 6, r"^parallel.ep=4 needs .* there are 6; type torchrun --nproc_per_node=8 train.py \+experiment=x$"),
     ({"parallel.ep": 3}, 3, r"^parallel.ep=3 does not divide model.decoder.n_experts=128"),

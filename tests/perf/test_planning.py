@@ -118,6 +118,8 @@ def test_what_cannot_be_planned_is_one_sentence(own: dict[str, str], sentence: s
 def test_pipelines_are_not_planned() -> None:
     with pytest.raises(command.Refused, match="^parallel.pp=2 cuts the model into stages, which are not planned; choose parallel.pp=1"):
         command.show_plan({"world": "16"}, ["+experiment=nemotron_ep8", "parallel.pp=2"], 0.0)
+    with pytest.raises(command.Refused, match="^parallel.offload=optimizer keeps state on the host, which is not planned; choose none"):
+        command.show_plan({"world": "8"}, ["+experiment=nemotron_ep8", "parallel.offload=optimizer"], 0.0)
 
 
 def test_layouts_keep_the_rules_and_rows_scale() -> None:

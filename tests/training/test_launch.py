@@ -158,6 +158,14 @@ def test_memory_counts_a_tied_table_once_and_nothing_for_the_learning_of_frozen_
     found = launch.memory(cfg, make_mesh(cfg.parallel, torch.device("cpu")))
     assert found == {"parameters": 4 * total, "moments": 8 * (total - frozen), "gradients": 4 * (total - frozen), "gathered layers": 0}
     assert frozen > 0
+    cfg.precision, cfg.parallel.offload = "bf16", "offload_optimizer"
+    found = launch.memory(cfg, make_mesh(cfg.parallel, torch.device("cpu")))
+    assert found == {"parameters": 2 * total, "moments": 0, "gradients": 4 * (total - frozen), "gathered layers": 0}
+    cfg.parallel.offload = "offload_param"
+    found = launch.memory(cfg, make_mesh(cfg.parallel, torch.device("cpu")))
+    largest = 2 * params.count({name: spec["decoder"][name] for name in ("embedding",)})
+    assert (found["parameters"], found["moments"], found["gradients"]) == (0, 0, 0)
+    assert largest < found["gathered layers"] < 2 * total
 
 
 def test_the_banner_says_how_the_stages_wait_and_what_would_help() -> None:
