@@ -15,6 +15,18 @@ ZERO_STAGES = {
     "deepspeed_stage_3": 3,
 }
 STAGES = (0, 1, 2, 3)
+KEYS = {  # that other systems have and this one has not, with what there is instead
+    "param_dtype": "precision is what weights travel and layers compute in, optimizer.master_dtype what is updated",
+    "output_dtype": "layers give what precision says, and losses are fp32",
+    "cast_forward_inputs": "what enters a layer is in precision",
+    "cpu_offload": "set parallel.offload",
+    "offload_policy": "set parallel.offload",
+    "offload_optimizer": "set parallel.offload=optimizer",
+    "offload_param": "set parallel.offload=parameters",
+    "pp_batch_size": "a step has train.accumulate rows",
+    "pp_microbatch_size": "what travels is a packed row, train.accumulate of them a step, and data.rows says how long one is",
+    "scale_grads_in_schedule": "the loss is divided once by the labels of all rows, so that no schedule has gradients to scale",
+}
 OFFLOADS = {
     "none": "none",
     "optimizer": "optimizer",

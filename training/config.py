@@ -18,6 +18,7 @@ from configs.schema import Config
 from model.hub.adapter import read_settings
 from model.hub.family import HubError
 from model.hub.load import read_config
+from parallel.names import KEYS
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 
@@ -42,7 +43,9 @@ def load(overrides: Sequence[str]) -> tuple[Config, list[str]]:
     try:
         OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.to_container(cfg))  # Hydra's + adds keys that the schema lacks
     except ConfigKeyError as error:
-        place = f"{error.full_key} in {' '.join(overrides)}"
+        place, key = f"{error.full_key} in {' '.join(overrides)}", str(error.full_key).rpartition(".")[2]
+        if key in KEYS:
+            raise ConfigError(f"{error.full_key} is no key here: {KEYS[key]}; leave it out") from error
         raise ConfigError(f"unknown key {place}; every key with its type and default is in configs/schema.py") from error
     missing = sorted(OmegaConf.missing_keys(cfg))
     for key in missing:
@@ -119,6 +122,9 @@ def _sentence(error: Exception, overrides: Sequence[str]) -> str:
     if any("Could not override 'experiment'" in line for line in lines):
         return f"write +experiment=..., with a plus, in {' '.join(overrides)}"
     told = next((line for mark in ("Value ", "not in ", "Could not find") for line in lines if mark in line), lines[0])
+    other = re.search(r"Could not override '((?:\w+\.)*(\w+))'", lines[0])
+    if other and other[2] in KEYS:
+        return f"{other[1]} is no key here: {KEYS[other[2]]}; leave it out"
     group = re.search(r"Could not find '([a-z]+)/", told)
     if group:
         names = ", ".join(sorted(file.stem for file in (CONFIG_DIR / group[1]).glob("*.yaml")))
