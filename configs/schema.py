@@ -214,6 +214,8 @@ class OptimizerConfig:
     eps: float = 1e-8  # added to the denominator
     weight_decay: float = 0.01  # on matrices; not on norms, biases and one-dimensional parameters
     clip_norm: float = 1.0  # highest global gradient norm; 0: no clipping
+    master_dtype: str = "fp32"  # of the parameters that are updated: fp32 (or wider) | bf16 (half the memory, but small steps are lost)
+    moment_dtype: str = "fp32"  # of the two moments: fp32 (or wider) | bf16 (half the memory, rounded after each update)
 
 
 @dataclass

@@ -26,12 +26,11 @@ def on_host(t: Any, mesh: Mesh) -> Any:
 
 
 def copies(parameters: Mapping[str, Any], offload: str, mesh: Mesh, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What forward passes read of parameters on the host: shards in the compute dtype. Their gradients are wider."""
+    """What forward passes read of parameters on the host: shards in the compute dtype."""
     found = {}
     for name, shard in sharding.local(dict(parameters)).items():
         copy = shard.to(mesh.device if offload == "optimizer" else HOST, dtype)
         copy = _pinned(copy) if offload == "parameters" and mesh.device.type != "cpu" and copy.dtype != shard.dtype else copy
-        copy.grad_dtype = torch.promote_types(dtype, torch.float32)
         found[name] = copy
     return found
 

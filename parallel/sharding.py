@@ -115,13 +115,15 @@ def from_local(p: P, local: Tensor, mesh: Mesh) -> DTensor:
 
 def init_sharded(spec: Tree, seed: int, mesh: Mesh, dtype: torch.dtype = torch.float32, known: Mapping[str, Any] | None = None,
                  put: Callable[[Any], Any] | None = None) -> Tree:
-    """Every leaf of `spec` drawn in full and cut to this rank's part, one at a time, so that all world sizes start bit-equal.
+    """Every leaf of `spec` drawn in full and cut to this rank's part, one at a time, so that all world sizes start bit-equal; buffers are
+    fp32 or wider.
 
     :param known: leaves, by dotted path, that are here already
     :param put: moves each leaf to where it stays
     """
     def leaf(path: str, p: P) -> Any:
-        found = known[path] if known and path in known else shard(p, params.draw(path, p, seed).to(dtype), mesh)
+        stored = dtype if p.kind == "param" else torch.promote_types(dtype, torch.float32)
+        found = known[path].to(stored) if known and path in known else shard(p, params.draw(path, p, seed).to(stored), mesh)
         return found if put is None else put(found)
 
     return params.map_named(leaf, spec)

@@ -64,6 +64,8 @@ CHOICES = {
     "parallel.cp_split": ("row", "document"),
     "parallel.ep_dispatch": ("allgather", "alltoall"),
     "parallel.reduce_dtype": ("fp32", "bf16"),
+    "optimizer.master_dtype": ("fp32", "bf16"),
+    "optimizer.moment_dtype": ("fp32", "bf16"),
     "train.activation_checkpointing": ("none", "selective", "full"),
     "train.activation_checkpointing_encoder": ("none", "selective", "full"),
     "model.encoder.conv_norm": ("batch_norm", "layer_norm"),
@@ -227,6 +229,17 @@ def offload(cfg: Config, environment: Environment) -> Iterator[str]:
     if found == "parameters" and ZERO_STAGES.get(str(p.zero_stage), p.zero_stage) in (0, 1, 2):
         yield (f"parallel.offload={p.offload} lets weights go after each layer and parallel.zero_stage={p.zero_stage} keeps them; choose "
                "zero stage 3, or parallel.offload=optimizer")
+
+
+@rule({"optimizer.master_dtype": "bf16", "precision": "fp32"},
+      {"optimizer.master_dtype": "bf16", "compile.scope": "step"})
+def dtypes(cfg: Config, environment: Environment) -> Iterator[str]:
+    if cfg.optimizer.master_dtype != "bf16":
+        return
+    if cfg.precision != "bf16":
+        yield f"optimizer.master_dtype=bf16 is narrower than precision={cfg.precision}, which computes with them; choose fp32"
+    if cfg.compile.enabled and cfg.compile.scope == "step":
+        yield "optimizer.master_dtype=bf16 would round gradients in the graph of compile.scope=step; choose fp32, or compile.scope=layer"
 
 
 @rule({"parallel.cp": 8, "world": 8},

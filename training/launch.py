@@ -30,7 +30,7 @@ from training import checkpoint, config
 from training.evaluation import stops
 from training.loop import Outcome, Run, RunError
 from training.progress import RunSummary, banner
-from training.step import DTYPES, offload_of, state_dtype
+from training.step import DTYPES, master_dtype, moment_dtype, offload_of, state_dtype
 from training.telemetry import EVENTS_DIR, Telemetry
 
 REFUSED = 2  # exit status
@@ -240,19 +240,19 @@ def pipeline(cfg: Config) -> dict[str, str]:
 def memory(cfg: Config, mesh: Mesh) -> dict[str, int]:
     """Bytes that a rank's device holds whatever its batch: its shards, and the whole weights in the compute dtype that exist at a time."""
     spec = own_spec(cfg, mesh.pp_rank)
-    width, leaves = state_dtype(cfg).itemsize, {path: p for path, p in params.named_leaves(spec) if p.kind == "param"}
+    leaves = {path: p for path, p in params.named_leaves(spec) if p.kind == "param"}
     places = {path: sharding.place(p, mesh) for path, p in leaves.items()}
     numbers = {path: math.prod(sharding.local_shape(p, places[path])) for path, p in leaves.items()}
-    shards = {path: width * number // places[path].mesh.size(1) for path, number in numbers.items()}
-    trained = sum(size for path, size in shards.items() if leaves[path].trained)
+    shards = {path: number // places[path].mesh.size(1) for path, number in numbers.items()}
+    held, trained = sum(shards.values()), sum(size for path, size in shards.items() if leaves[path].trained)
     units = (unit for stage in own_stages(cfg, mesh.pp_rank) for unit in speech_lm.units(cfg, stage))
     prefixes = [tuple(f"{path}." for path in unit) for unit in units]
     whole = [DTYPES[cfg.precision].itemsize * sum(n for path, n in numbers.items() if path.startswith(unit)) for unit in prefixes]
     kept = len(whole) if zero_stage(cfg.parallel.zero_stage) in (1, 2) else 2
     gathered = sum(sorted(whole)[-kept:]) if (mesh.sizes.sharded and mesh.world > 1) or offload_of(cfg) == "parameters" else 0
-    state = {"parameters": sum(shards.values()), "moments": 2 * trained, "gradients": trained}
+    gradients = state_dtype(cfg).itemsize * trained
+    state = {"parameters": master_dtype(cfg).itemsize * held, "moments": 2 * moment_dtype(cfg).itemsize * trained, "gradients": gradients}
     if (offload := offload_of(cfg)) != "none":
         kept = offload == "optimizer"
-        copies = DTYPES[cfg.precision].itemsize * state["parameters"] // width
-        state = {"parameters": kept * copies, "moments": 0, "gradients": kept * trained}
+        state = {"parameters": kept * DTYPES[cfg.precision].itemsize * held, "moments": 0, "gradients": kept * gradients}
     return state | {"gathered layers": gathered}

@@ -1,13 +1,14 @@
 """AdamW on local shards in torch.optim's functional form, the schedule, and the global gradient norm."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
 from configs.schema import OptimizerConfig
+from kernels.activation import widen
 from parallel.collectives import sum_over_ranks
 
 
@@ -49,13 +50,25 @@ def update(params: Mapping[str, Tensor], grads: Mapping[str, Tensor], first: Map
            step: int, lr: float, cfg: OptimizerConfig, decayed: set[str]) -> None:
     """One AdamW update (Loshchilov & Hutter 2019) of the local shards, in place.
 
-    `step` counts from 0; the names in `decayed` get weight decay.
+    `step` counts from 0; the names in `decayed` get weight decay. It computes in fp32, or wider, whatever the tensors are stored in.
     """
+    for names in _together(params, first, decayed):
+        wide = [[widen(tensors[name]) for name in names] for tensors in (params, first, second)]
+        steps = list(torch.full((len(names),), float(step), device=params[names[0]].device).unbind())
+        aligned = [grads[n].contiguous() for n in names]  # the fused kernel walks through memory and ignores strides
+        adamw(wide[0], aligned, wide[1], wide[2], [], steps, fused=True, amsgrad=False, beta1=cfg.betas[0], beta2=cfg.betas[1], lr=lr,
+              weight_decay=cfg.weight_decay if names[0] in decayed else 0.0, eps=cfg.eps, maximize=False)
+        for tensors, found in zip((params, first, second), wide, strict=True):
+            for name, t in zip(names, found, strict=True):
+                if t is not tensors[name]:
+                    tensors[name].copy_(t)
+
+
+def _together(params: Mapping[str, Tensor], first: Mapping[str, Tensor], decayed: set[str]) -> Iterator[list[str]]:
+    """Names that are updated at once: those with and those without decay, and alone what is widened for the time."""
     for decay in (True, False):
         names = [n for n in params if (n in decayed) == decay and params[n].numel()]
-        if names:
-            steps = list(torch.full((len(names),), float(step), device=params[names[0]].device).unbind())
-            aligned = [grads[n].contiguous() for n in names]  # the fused kernel walks through memory and ignores strides
-            adamw([params[n] for n in names], aligned, [first[n] for n in names], [second[n] for n in names], [], steps,
-                  fused=True, amsgrad=False, beta1=cfg.betas[0], beta2=cfg.betas[1], lr=lr, weight_decay=cfg.weight_decay if decay else 0.0,
-                  eps=cfg.eps, maximize=False)
+        wide = [n for n in names if min(params[n].element_size(), first[n].element_size()) >= 4]
+        yield from ([n] for n in names if n not in set(wide))
+        if wide:
+            yield wide

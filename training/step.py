@@ -86,7 +86,8 @@ def make_engine(cfg: Config, mesh: Mesh) -> Engine:
 
 def make_state(cfg: Config, mesh: Mesh, known: Mapping[str, Any] | None = None) -> State:
     """The state of this rank of the pipeline before the first step, its parameters drawn where they are not `known`."""
-    return init_state(own_spec(cfg, mesh.pp_rank), cfg.seed, mesh, state_dtype(cfg), known, offload_of(cfg), DTYPES[cfg.precision])
+    return init_state(own_spec(cfg, mesh.pp_rank), cfg.seed, mesh, master_dtype(cfg), known, offload_of(cfg), DTYPES[cfg.precision],
+                      moment_dtype(cfg))
 
 
 def offload_of(cfg: Config) -> str:
@@ -95,8 +96,18 @@ def offload_of(cfg: Config) -> str:
 
 
 def state_dtype(cfg: Config) -> torch.dtype:
-    """Dtype of parameters, moments and reductions."""
+    """Dtype of gradients and reductions, and of parameters and moments that are not kept narrower."""
     return torch.promote_types(DTYPES[cfg.precision], torch.float32)
+
+
+def master_dtype(cfg: Config) -> torch.dtype:
+    """Dtype of the parameters that are updated."""
+    return torch.bfloat16 if cfg.optimizer.master_dtype == "bf16" else state_dtype(cfg)
+
+
+def moment_dtype(cfg: Config) -> torch.dtype:
+    """Dtype of AdamW's moments."""
+    return torch.bfloat16 if cfg.optimizer.moment_dtype == "bf16" else state_dtype(cfg)
 
 
 def make_gradients(cfg: Config, mesh: Mesh, engine: Engine) -> Callable[[State, Sequence[Batch]], Gradients]:

@@ -45,7 +45,7 @@ from training import engine, recompute
 from training import step as training_step
 from training.engine import Engine
 from training.state import State, init_state
-from training.step import make_engine, make_step, state_dtype
+from training.step import make_engine, make_step, master_dtype, moment_dtype
 
 BLOCK_BYTES = 512  # in which a GPU's memory is given out
 
@@ -291,14 +291,14 @@ def axes(places: Mesh) -> dict[str, tuple[str, list[int]]]:
 
 def empty_state(cfg: Config, places: Mesh) -> State:
     """A state of the right shapes, through the trainer's own function."""
-    spec, dtype = speech_lm.spec(cfg), state_dtype(cfg)
+    spec, dtype = speech_lm.spec(cfg), master_dtype(cfg)
 
     def part(p: params.P) -> Any:
         if p.kind == "buffer":
             return torch.empty(p.shape, device=places.device)
         return sharding.from_local(p, torch.empty([n for _, n in sharding.local_box(p, places)], dtype=dtype, device=places.device), places)
 
-    return init_state(spec, cfg.seed, places, dtype, {name: part(p) for name, p in params.named_leaves(spec)})
+    return init_state(spec, cfg.seed, places, dtype, {name: part(p) for name, p in params.named_leaves(spec)}, moments=moment_dtype(cfg))
 
 
 def follow(meter: Meter, state: State, static: Engine, cfg: Config) -> None:

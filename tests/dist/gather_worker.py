@@ -20,6 +20,7 @@ from parallel import collectives, gather, sharding
 from parallel.mesh import Mesh, make_mesh, start_processes
 from tests.dist.launch import leave
 from training.engine import Engine, Pass
+from training.state import State
 
 LAYERS, WIDTH, HIDDEN = 5, 7, 5  # odd sizes: every shard is uneven and on 3 ranks one is empty
 
@@ -150,10 +151,11 @@ def cast(call: Pass, dtype: torch.dtype) -> Any:
     return lambda key, fn, x: call(key, fn, x.to(dtype))
 
 
-def gradient_sum_error(dtype: torch.dtype, sums: torch.dtype | None = None) -> float:
+def gradient_sum_error(dtype: torch.dtype, sums: torch.dtype | None = None, stored: torch.dtype = torch.float32) -> float:
     """Of a gradient whose parts bf16 holds and whose sum it does not: 1 from rank 0, 2^-9 from every other."""
     mesh, p = make_mesh(ParallelConfig(), torch.device("cpu")), P((8,), ("embed",), "ones")
-    shard = sharding.local({"w": sharding.shard(p, torch.ones(8), mesh)})["w"].requires_grad_()
+    leaf = sharding.shard(p, torch.ones(8, dtype=stored), mesh)
+    shard = State(0, {"w": leaf}, {}, {"w": leaf}, {"w": leaf}).leaves()["w"]
     (whole,) = gather.Use(gather.Unit([p], mesh, dtype, gather.Reshard(False, False), sums=sums), [shard]).weights()
     (grad,) = torch.autograd.grad((whole * (1.0 if mesh.rank == 0 else 2.0**-9)).sum(), shard)
     assert grad.dtype == torch.float32
@@ -205,5 +207,6 @@ if __name__ == "__main__":
     }
     results |= {"flags": flags, "step_scope": measure_step_scope(), "frozen": measure_frozen(), "kept": kept_without_backward(),
                 "gradient_sum_error": gradient_sum_error(torch.bfloat16),
-                "rounded_sum_error": gradient_sum_error(torch.bfloat16, torch.bfloat16)}
+                "rounded_sum_error": gradient_sum_error(torch.bfloat16, torch.bfloat16),
+                "narrow_sum_error": gradient_sum_error(torch.bfloat16, stored=torch.bfloat16)}
     leave(results)

@@ -18,6 +18,7 @@ def test_gathered_equals_unsharded(processes: int) -> None:
     assert results["frozen"]["gradient_error"] < 1e-5
     assert results["kept"] == 0
     assert results["gradient_sum_error"] == 0  # gradients of bf16 weights are added up in fp32
+    assert results["narrow_sum_error"] == 0  # those of bf16 parameters too
     if processes == 2:
         assert results["rounded_sum_error"] == 2.0**-9  # with parallel.reduce_dtype=bf16 in that
     assert results["flags"] == {"any": True, "none": False, "every": True, "not_every": processes == 1, "objects": list(range(processes)),

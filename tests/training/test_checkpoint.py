@@ -2,6 +2,7 @@
 
 import shutil
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,18 @@ def test_round_trip(tmp_path: Path, mesh: Mesh) -> None:
     assert torch.equal(loaded.params["w"].full_tensor(), torch.full((2, 3), 3.25))
     assert torch.equal(loaded.buffers["b"], torch.full((2,), 3.25))
     assert torch.equal(loaded.second["w"].full_tensor(), torch.ones(2, 3))
+
+
+def test_what_is_stored_is_read_in_other_dtypes(tmp_path: Path, mesh: Mesh) -> None:
+    value = 1 + 2.0**-12  # bf16 has 1
+    path, new = save(tmp_path, 5, mesh, value=value), state(0, mesh, 0.0)
+    params, second = ({"w": tensors["w"].bfloat16()} for tensors in (new.params, new.second))
+    narrow, _ = checkpoint.load(path, replace(new, params=params, second=second), mesh)
+    assert torch.equal(narrow.params["w"].full_tensor(), torch.ones(2, 3, dtype=torch.bfloat16))
+    assert torch.equal(narrow.second["w"].full_tensor(), torch.ones(2, 3, dtype=torch.bfloat16))
+    again, _ = checkpoint.load(checkpoint.save(tmp_path, replace(narrow, step=6), {}, mesh, 2, {}), state(0, mesh, 0.0), mesh)
+    assert torch.equal(again.params["w"].full_tensor(), torch.ones(2, 3))
+    assert torch.equal(again.buffers["b"], torch.full((2,), value))
 
 
 def test_what_earlier_ranks_left_is_stored_once(tmp_path: Path, mesh: Mesh) -> None:

@@ -39,6 +39,24 @@ def test_update_is_torch_adamw_with_decay_only_where_asked() -> None:
         torch.testing.assert_close(mine[name], theirs[name].detach(), rtol=1e-6, atol=1e-7)
 
 
+def test_narrow_tensors_are_updated_in_fp32_and_rounded() -> None:
+    cfg, bf16 = OptimizerConfig(betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1), torch.bfloat16
+    start = {"matrix": torch.randn(3, 2), "other": torch.randn(4)}
+    for stored, moments in ((bf16, torch.float32), (torch.float32, bf16), (bf16, bf16)):
+        mine = {name: t.to(stored) for name, t in start.items()}
+        first, second = ({name: torch.zeros_like(t, dtype=moments) for name, t in start.items()} for _ in range(2))
+        wide = [{name: t.float().clone() for name, t in tensors.items()} for tensors in (mine, first, second)]
+        for step in range(3):
+            grads = {name: torch.randn_like(t) for name, t in start.items()}
+            optimizer.update(mine, grads, first, second, step, 0.1, cfg, {"matrix"})
+            optimizer.update(wide[0], grads, wide[1], wide[2], step, 0.1, cfg, {"matrix"})
+            for narrow, tensors, dtype in zip((mine, first, second), wide, (stored, moments, moments), strict=True):
+                for name, t in tensors.items():
+                    assert narrow[name].dtype == dtype
+                    assert torch.equal(narrow[name], t.to(dtype))
+                    t.copy_(narrow[name])  # each step starts from what is stored
+
+
 def test_norm_and_clipping() -> None:
     start_processes(torch.device("cpu"))
     grads = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]]), torch.zeros(0)]

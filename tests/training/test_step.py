@@ -16,7 +16,7 @@ from tests.dist.first_worker import rows
 from training import config
 from training.engine import Engine, Pass
 from training.state import State, init_state
-from training.step import make_context, make_engine, make_gradients, make_step, numbered
+from training.step import make_context, make_engine, make_gradients, make_state, make_step, numbered
 
 ROW = "{tokens: 256, audio_frames: 176, utterances: 6, utterance_frames: 32, label_tokens: 16}"
 SMALL = ["+experiment=digits", "compile.enabled=false", f"data.rows=[{ROW}]", "model.encoder.n_layers=2",
@@ -34,6 +34,21 @@ def parts() -> tuple[Config, Mesh, Engine]:
 
 def start(cfg: Config, mesh: Mesh) -> State:
     return init_state(speech_lm.spec(cfg), cfg.seed, mesh)
+
+
+def test_bf16_masters_have_the_gradients_of_fp32_ones_unrounded() -> None:
+    start_processes(torch.device("cpu"))
+    found = []
+    for more in ([], ["optimizer.master_dtype=bf16", "optimizer.moment_dtype=bf16"]):
+        cfg, _ = config.load([*SMALL, "precision=bf16", *more])
+        mesh = make_mesh(cfg.parallel, torch.device("cpu"))
+        engine, state = make_engine(cfg, mesh), make_state(cfg, mesh)
+        found.append(make_gradients(cfg, mesh, engine)(state, rows(cfg, 0)).grads)
+    for name, grad in found[0].items():
+        assert torch.equal(found[1][name], grad), name
+    state, _ = make_step(cfg, mesh, engine)(state, rows(cfg, 0))
+    assert {t.dtype for tensors in (state.params, state.first, state.second) for t in tensors.values()} == {torch.bfloat16}
+    assert all(moment.to_local().any() for moment in state.second.values())
 
 
 def test_loss_is_one_mean_over_all_micro_batches(parts: tuple[Config, Mesh, Engine]) -> None:
