@@ -52,15 +52,17 @@ class ProjectorConfig:
 class RopeScaling:
     """How the frequencies of rotary positions are slowed to reach beyond the length of pretraining."""
 
-    kind: str = "none"  # none | linear (all by factor) | llama3 (low ones, a smooth passage) | yarn (by rotations in the trained length)
+    kind: str = "none"  # none | linear (all) | llama3 (low ones) | yarn (by rotations) | dynamic, longrope (by the length of a document)
     factor: float = 1.0  # how many times slower
-    trained_positions: int = 8192  # llama3, yarn: length of pretraining
+    trained_positions: int = 8192  # all but linear: length of pretraining
     low_frequency: float = 1.0  # llama3: turns within that length below which a frequency is slowed in full
     high_frequency: float = 4.0  # llama3: turns above which it is kept
     beta_fast: float = 32.0  # yarn: turns above which a frequency is kept
     beta_slow: float = 1.0  # yarn: turns below which it is slowed in full
-    attention_factor: float | None = None  # yarn: factor on rotated queries and keys; null: 0.1 ln(factor) + 1
+    attention_factor: float | None = None  # yarn, longrope: factor on rotated queries and keys; null: the formula of their authors
     truncate: bool = True  # yarn: kept and slowed frequencies begin at whole numbers
+    short_factors: list[float] = field(default_factory=list)  # longrope: how many times slower each is in documents of the trained length
+    long_factors: list[float] = field(default_factory=list)  # longrope: the same in longer ones
 
 
 @dataclass

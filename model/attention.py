@@ -9,7 +9,7 @@ from model.context import Context
 from model.linear import linear
 from model.norm import add, residual_norms, rms_norm
 from model.params import P, Tree
-from model.rope import rotate
+from model.rope import BY_LENGTH, rotate
 from parallel import sequence, tensor
 
 
@@ -51,9 +51,16 @@ def _heads(w: Tree, x_TD: Tensor, ctx: Context, names: str) -> list[Tensor]:
         heads = [t if name == "v" else rms_norm(t, w[f"{name}_norm"], cfg.norm_eps) for name, t in zip(names, heads, strict=True)]
     if cfg.rope_theta is not None:
         positions_T = sequence.own_slots(ctx.positions_T, ctx)
-        heads = [t if name == "v" else rotate(t, positions_T, cfg.rope_theta, cfg.rope_fraction, cfg.rope_scaling)
+        lengths_T = _lengths(positions_T, ctx) if cfg.rope_scaling.kind in BY_LENGTH else None
+        heads = [t if name == "v" else rotate(t, positions_T, cfg.rope_theta, cfg.rope_fraction, cfg.rope_scaling, lengths_T)
                  for name, t in zip(names, heads, strict=True)]
     return heads
+
+
+def _lengths(positions_T: Tensor, ctx: Context) -> Tensor:
+    """Tokens of the document of each of this rank's slots; in generation those so far."""
+    sizes_P = torch.cat((ctx.cu_seqlens_U1.diff(), ctx.cu_seqlens_U1.new_zeros(1)))
+    return torch.maximum(sizes_P[sequence.own_slots(ctx.segments_T, ctx).long()], positions_T + 1)
 
 
 def new_cache(cfg: DecoderConfig, requests: int, capacity: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:

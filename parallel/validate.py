@@ -71,7 +71,7 @@ CHOICES = {
     "model.encoder.conv_norm": ("batch_norm", "layer_norm"),
     "model.decoder.activation": ("relu2", "swiglu"),
     "model.decoder.router": ("sigmoid", "softmax"),
-    "model.decoder.rope_scaling.kind": ("none", "linear", "llama3", "yarn"),
+    "model.decoder.rope_scaling.kind": ("none", "linear", "llama3", "yarn", "dynamic", "longrope"),
 }
 AT_LEAST_ONE = (
     "parallel.dp_replicate", "parallel.pp", "parallel.pp_chunks", "parallel.cp", "parallel.tp", "parallel.ep",
@@ -341,6 +341,7 @@ def projector(cfg: Config, environment: Environment) -> Iterator[str]:
       {"model.decoder.pattern": "M-"},
       {"model.decoder.head_dim": 63, "model.decoder.rope_theta": 1e4},
       {"model.decoder.rope_fraction": 1.5},
+      {"model.decoder.rope_scaling.kind": "longrope"},
       {"model.decoder.bias_update_rate": 0.1, "model.decoder.router_bias": False})
 def decoder(cfg: Config, environment: Environment) -> Iterator[str]:
     d = cfg.model.decoder
@@ -360,12 +361,16 @@ def decoder(cfg: Config, environment: Environment) -> Iterator[str]:
         yield f"model.decoder.n_group={d.n_group} leaves fewer than the 2 experts that a group needs; choose at most {d.n_experts // 2}"
     if "-" in d.pattern and d.mlp_ffn < 1:
         yield f"model.decoder.mlp_ffn={d.mlp_ffn} but the pattern has a dense MLP; give its hidden width"
+    rotated = int(d.head_dim * d.rope_fraction)
     if d.rope_theta is not None and d.head_dim % 2:
         yield f"model.decoder.head_dim={d.head_dim} is odd; rotary positions need an even size"
-    elif not 0 < d.rope_fraction <= 1 or int(d.head_dim * d.rope_fraction) % 2:
-        rotated = int(d.head_dim * d.rope_fraction)
+    elif not 0 < d.rope_fraction <= 1 or rotated % 2:
         yield (f"model.decoder.rope_fraction={d.rope_fraction} rotates {rotated} of the {d.head_dim} numbers of a head; "
                "rotary positions need an even number of them")
+    factors = [len(d.rope_scaling.short_factors), len(d.rope_scaling.long_factors)]
+    if d.rope_scaling.kind == "longrope" and factors != [rotated // 2, rotated // 2]:
+        yield (f"model.decoder.rope_scaling has {factors[0]} short_factors and {factors[1]} long_factors; longrope needs "
+               f"{rotated // 2} of each, half of the numbers of a head that are rotated")
     if d.bias_update_rate > 0 and not d.router_bias:
         yield (f"model.decoder.bias_update_rate={d.bias_update_rate} moves a score correction, which model.decoder.router_bias=false "
                "leaves out; change one of the two")

@@ -15,10 +15,12 @@ Fixed = Mapping[str, tuple[Any, ...]]
 
 _SCALING = (("factor", "factor"), ("trained_positions", "original_max_position_embeddings"), ("low_frequency", "low_freq_factor"),
             ("high_frequency", "high_freq_factor"), ("beta_fast", "beta_fast"), ("beta_slow", "beta_slow"),
-            ("attention_factor", "attention_factor"), ("truncate", "truncate"))
-_KINDS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
+            ("attention_factor", "attention_factor"), ("truncate", "truncate"), ("short_factors", "short_factor"),
+            ("long_factors", "long_factor"))
+_KINDS = {"default": "none", **{kind: kind for kind in ("linear", "llama3", "yarn", "dynamic", "longrope")}}
 _USED = {"none": (), "linear": ("factor",), "llama3": ("factor", "trained_positions", "low_frequency", "high_frequency"),
-         "yarn": ("factor", "trained_positions", "beta_fast", "beta_slow", "attention_factor", "truncate")}
+         "yarn": ("factor", "trained_positions", "beta_fast", "beta_slow", "attention_factor", "truncate"), "dynamic": ("factor",),
+         "longrope": ("factor", "trained_positions", "attention_factor", "short_factors", "long_factors")}
 
 
 def take(content: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
@@ -66,12 +68,19 @@ def read_rope(content: Mapping[str, Any], theta: float, fraction: float = 1.0) -
         raise HubError(f"config.json asks for rotary positions of type {kind!r}; served are {', '.join(_KINDS)}")
     old = {"rope_theta": theta, "partial_rotary_factor": fraction} | {k: v for k, v in content.items() if v is not None}
     scaling = {ours: rope[theirs] for ours, theirs in _SCALING if ours in _USED[_KINDS[kind]] and rope.get(theirs) is not None}
-    if kind in ("llama3", "yarn") and "trained_positions" not in scaling and "max_position_embeddings" in content:
-        scaling["trained_positions"] = content["max_position_embeddings"]
+    positions = content.get("max_position_embeddings")
+    if kind == "dynamic":
+        scaling |= take(content, [("trained_positions", "max_position_embeddings")])
+    if kind in ("llama3", "yarn", "longrope") and "trained_positions" not in scaling and positions is not None:
+        scaling["trained_positions"] = positions
     if kind == "yarn":
-        scaling = _yarn(rope, scaling, content.get("max_position_embeddings"))
-    if kind != "default" and "factor" not in scaling:
-        raise HubError(f"config.json asks for rotary positions of type {kind!r} and lacks their factor")
+        scaling = _yarn(rope, scaling, positions)
+    if kind == "longrope":
+        scaling = _longrope(content, scaling)
+    needed = {"default": (), "longrope": ("factor", "short_factors", "long_factors")}
+    lacks = [theirs for ours, theirs in _SCALING if ours in needed.get(kind, ("factor",)) and ours not in scaling]
+    if lacks:
+        raise HubError(f"config.json asks for rotary positions of type {kind!r} and lacks their {', '.join(lacks)}")
     return {"rope_theta": float(rope.get("rope_theta") or old["rope_theta"]),
             "rope_fraction": float(rope.get("partial_rotary_factor") or old["partial_rotary_factor"]),
             "rope_scaling": RopeScaling(kind=_KINDS[kind], **scaling)}
@@ -88,11 +97,21 @@ def _yarn(rope: Mapping[str, Any], scaling: dict[str, Any], positions: int | Non
     return scaling
 
 
+def _longrope(content: Mapping[str, Any], scaling: dict[str, Any]) -> dict[str, Any]:
+    """`scaling` with the lengths of pretraining and use as Phi-3 says them, beside the rotary keys."""
+    if content.get("original_max_position_embeddings") is not None:
+        scaling = scaling | {"trained_positions": content["original_max_position_embeddings"]}
+    if "factor" not in scaling and content.get("max_position_embeddings") is not None:
+        scaling = scaling | {"factor": content["max_position_embeddings"] / scaling["trained_positions"]}
+    return scaling
+
+
 def write_rope(cfg: DecoderConfig) -> dict[str, Any]:
     """Both forms, for readers of either."""
     kinds = {ours: theirs for theirs, ours in _KINDS.items()}
     used = {f.name: getattr(cfg.rope_scaling, f.name) for f in fields(RopeScaling) if f.name in _USED[cfg.rope_scaling.kind]}
     scaling = {"rope_type": kinds[cfg.rope_scaling.kind], **{theirs: used[ours] for ours, theirs in _SCALING if used.get(ours) is not None}}
     partial = {} if cfg.rope_fraction == 1 else {"partial_rotary_factor": cfg.rope_fraction}
+    length = {"max_position_embeddings": cfg.rope_scaling.trained_positions} if cfg.rope_scaling.kind == "dynamic" else {}
     return {"rope_parameters": {"rope_theta": cfg.rope_theta, **scaling, **partial}, "rope_theta": cfg.rope_theta,
-            "rope_scaling": None if cfg.rope_scaling.kind == "none" else scaling, **partial}
+            "rope_scaling": None if cfg.rope_scaling.kind == "none" else scaling, **partial, **length}

@@ -1,15 +1,18 @@
 """Attention layer: against transformers' NemotronH and Qwen3, packed documents against separate ones, padding, compilation."""
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from configs.schema import DecoderConfig
+from configs.schema import DecoderConfig, RopeScaling
 from model import attention, params
 from model.context import Context
 from model.params import Tree
+from parallel import sequence
 from tests.model.token_rows import token_row
 
 CFG = DecoderConfig(pattern="*", d_model=32, n_heads=4, n_kv_heads=2, head_dim=16)
@@ -161,3 +164,29 @@ def test_compiled_layers_equal_eager_ones():
         ctx = token_row(ALL, lengths, padding)
         with torch.compiler.set_stance("fail_on_recompile" if padding == 0 else "default"):
             assert_close(results(compiled, w, x, probe, ctx), results(attention.forward, w, x, probe, ctx), 1e-5)
+
+
+@pytest.mark.parametrize("scaling", [
+    RopeScaling("dynamic", 4.0, 8),
+    RopeScaling("longrope", 4.0, 8, short_factors=[1.0 + i for i in range(8)], long_factors=[2.0 + 3 * i for i in range(8)]),
+], ids=lambda scaling: scaling.kind)
+def test_positions_that_depend_on_the_length_see_their_own_document(scaling: RopeScaling) -> None:
+    """A row against each document alone, the same in parts as two ranks have it, and a next token against a document that it ends."""
+    cfg, lengths = dataclasses.replace(ALL, rope_scaling=scaling), (5, 8, 9, 26)
+    w, x = weights(cfg, torch.float64), torch.randn(48 + 4, CFG.d_model, dtype=torch.float64)
+    row = token_row(cfg, lengths, padding=4)
+    alone = [attention.forward(w, part, token_row(cfg, [len(part)]))[0] for part in x[:48].split(lengths)]
+    torch.testing.assert_close(attention.forward(w, x, row)[0][:48], torch.cat(alone), rtol=1e-12, atol=1e-12)
+    plain, _ = attention.forward(w, x[:48], token_row(dataclasses.replace(cfg, rope_scaling=RopeScaling()), lengths))
+    assert ((plain - torch.cat(alone)).norm(dim=1) > 1e-3)[-25:].all()
+    groups: list[Any] = [SimpleNamespace(size=lambda: 2, rank=lambda r=r: r) for r in range(2)]
+    for group in groups:
+        half = dataclasses.replace(row, cp_group=group)
+        positions = sequence.own_slots(row.positions_T, half)
+        sizes = torch.tensor([*lengths, 0])[sequence.own_slots(row.segments_T, half).long()]
+        assert torch.equal(attention._lengths(positions, half)[sizes > 0], sizes[sizes > 0])
+    last, cache = x[22:48], attention.new_cache(cfg, 1, 30, torch.float64, torch.device("cpu"))
+    attention.fill(w, last[:-1], cache, torch.arange(25)[None], token_row(cfg, [25]))
+    attention.step(w, last[-1:], cache, dataclasses.replace(token_row(cfg, [1]), positions_T=torch.tensor([25])))
+    _, key, _ = attention._heads(w, last, token_row(cfg, [26]), "qkv")
+    torch.testing.assert_close(cache["k"][0, 25], key[25], rtol=1e-12, atol=1e-12)

@@ -161,6 +161,8 @@ def test_sizes_below_their_least(key: str, least: int) -> None:
     ({"model.decoder.rope_fraction": 0.3, "model.decoder.head_dim": 10, "model.decoder.rope_theta": 1e4}, 1,
      r"^model.decoder.rope_fraction=0.3 rotates 3 of the 10 numbers"),
     ({"model.decoder.rope_fraction": 1.5, "model.decoder.rope_theta": 1e4}, 1, r"^model.decoder.rope_fraction=1.5 rotates 192 of the 128"),
+    ({"model.decoder.rope_scaling.kind": "longrope", "model.decoder.rope_scaling.short_factors": [1.0] * 64}, 1,
+     r"^model.decoder.rope_scaling has 64 short_factors and 0 long_factors; longrope needs 64 of each"),
     ({"model.decoder.bias_update_rate": 0.1, "model.decoder.router_bias": False}, 1,
      r"^model.decoder.bias_update_rate=0.1 moves .*router_bias"),
     ({"data.rows": []}, 1, r"^data.rows is empty"),

@@ -76,7 +76,9 @@ def test_a_tied_head_may_be_stored_twice(llama, tmp_path):
 @pytest.mark.parametrize("config, words", [
     (dict(model_type="bloom"), "model_type 'bloom'; served are nemotron_h"),
     (dict(hidden_act="gelu", attention_dropout=0.1), r"hidden_act='gelu' \(served: 'silu'\), attention_dropout=0.1"),
-    (dict(rope_parameters=dict(rope_type="longrope")), "type 'longrope'; served are default"),
+    (dict(rope_parameters=dict(rope_type="proportional")), "type 'proportional'; served are default"),
+    (dict(rope_parameters=dict(rope_type="longrope", factor=2.0)), "type 'longrope' and lacks their short_factor, long_factor"),
+    (dict(rope_parameters=dict(rope_type="dynamic", factor=2.0), max_position_embeddings=None), "lacks max_position_embeddings"),
     (dict(rope_parameters=dict(rope_type="linear", factor=None)), "type 'linear' and lacks their factor"),
     (dict(hidden_size=None, vocab_size=None), "lacks hidden_size, vocab_size"),
 ])

@@ -62,7 +62,10 @@ def test_configurations_survive_the_way_out_and_back(kind, tmp_path):
 @pytest.mark.parametrize("scaling", [
     dict(kind="linear", factor=2.0),
     dict(kind="yarn", factor=4.0, trained_positions=64, beta_fast=16.0, beta_slow=2.0, attention_factor=1.5, truncate=False),
-    dict(kind="llama3", factor=8.0, trained_positions=32, low_frequency=2.0, high_frequency=5.0)])
+    dict(kind="llama3", factor=8.0, trained_positions=32, low_frequency=2.0, high_frequency=5.0),
+    dict(kind="dynamic", factor=3.0, trained_positions=48),
+    dict(kind="longrope", factor=3.0, trained_positions=32, attention_factor=1.1, short_factors=[1.0] * 4, long_factors=[1.0, 2.0, 3.0, 4]),
+])
 def test_rotary_scaling_survives_in_the_new_form_and_in_the_old(scaling, tmp_path):
     cfg = model("llama")
     cfg.decoder.rope_scaling = replace(cfg.decoder.rope_scaling, **scaling)
