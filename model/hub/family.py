@@ -35,6 +35,7 @@ class Family:
     :param left_out: patterns of foreign tensors that are left out knowingly, and why
     :param without: keys of config.json that say that something left out is there, and the value that says that it is not
     :param alone: keys of config.json that only a model says which is written like no other
+    :param one_file: whether its owner opens model.safetensors alone, and no index of several files
     """
 
     name: str
@@ -47,6 +48,7 @@ class Family:
     left_out: Mapping[str, str] = field(default_factory=dict)
     without: Mapping[str, Any] = field(default_factory=dict)
     alone: Mapping[str, Any] = field(default_factory=dict)
+    one_file: bool = False
 
 
 def entries(rows: Sequence[Row], cfg: ModelConfig, part: tuple[str, ...]) -> Iterator[Entry]:

@@ -31,8 +31,10 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @contextmanager
 def opened(path: Path) -> Iterator[Source]:
-    """The tensors of a folder or of a .nemo file, which is unpacked for as long as it is open."""
-    if path.suffix == ".nemo":
+    """The tensors of a folder or of a .nemo file, which is unpacked for as long as it is open, or is already."""
+    if (path / NEMO_WEIGHTS).exists():
+        yield StateDict(path / NEMO_WEIGHTS)
+    elif path.suffix == ".nemo":
         with tempfile.TemporaryDirectory() as folder:
             _unpack(path, Path(folder), NEMO_WEIGHTS)
             yield StateDict(Path(folder) / NEMO_WEIGHTS)
@@ -42,20 +44,26 @@ def opened(path: Path) -> Iterator[Source]:
 
 
 def read_content(path: Path) -> dict[str, Any]:
-    """config.json of a folder (with the language model's beside a SALM's), or model_config.yaml of a .nemo file."""
+    """config.json of a folder (with the language model's beside a SALM's), or model_config.yaml of a .nemo file, unpacked or not."""
     try:
-        if path.suffix == ".nemo":
+        if (path / NEMO_CONFIG).exists():
+            content = _nemo_content(path / NEMO_CONFIG)
+        elif path.suffix == ".nemo":
             with tempfile.TemporaryDirectory() as folder:
                 _unpack(path, Path(folder), NEMO_CONFIG)
-                whole: Any = OmegaConf.load(Path(folder) / NEMO_CONFIG)
-                # the rest, about training and data, may refer to what only its owner's machine had
-                content = {part: OmegaConf.to_container(whole[part], resolve=True) for part in NEMO_PARTS if part in whole}
+                content = _nemo_content(Path(folder) / NEMO_CONFIG)
         else:
             content = beside(path, json.loads((path / "config.json").read_text()))
     except (OSError, tarfile.TarError, json.JSONDecodeError, OmegaConfBaseException) as error:
         raise HubError(f"the configuration of {path} cannot be read ({error}); give the folder of a published checkpoint or a .nemo file") \
             from error
     return content
+
+
+def _nemo_content(path: Path) -> dict[str, Any]:
+    """The sections that we read; the others, about training and data, may refer to what only their owner's machine had."""
+    whole: Any = OmegaConf.load(path)
+    return {part: OmegaConf.to_container(whole[part], resolve=True) for part in NEMO_PARTS if part in whole}
 
 
 def beside(path: Path, content: dict[str, Any]) -> dict[str, Any]:

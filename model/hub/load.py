@@ -42,7 +42,7 @@ def load(path: Path, mesh: Mesh, cfg: ModelConfig | None = None, dtype: torch.dt
          part: tuple[str, ...] = ("",)) -> Loaded:
     """The checkpoint as parameters of `dtype` (fp32 or wider) sharded over `mesh`.
 
-    :param path: a Hugging Face folder, one of NeMo's SALM, or a .nemo file
+    :param path: a Hugging Face folder, one of NeMo's SALM, or a .nemo file, unpacked or not
     :param cfg: the model to fill, where it differs from the checkpoint's own configuration in what no tensor of it shows
     :param part: beginnings of our paths to take; the rest is only checked
     :raises HubError: with everything that does not fit

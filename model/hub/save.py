@@ -1,7 +1,9 @@
-"""Writes a model as a Hugging Face folder, tensor by tensor, from shards on any number of ranks or from a checkpoint on disk."""
+"""Writes a model as a Hugging Face folder, tensor by tensor, from shards on any number of ranks or from a checkpoint on disk; an encoder
+like that of a .nemo file as such a file."""
 
 import json
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 from configs.schema import ModelConfig
+from model.hub.archive import Archive
 from model.hub.family import Entry, Family, HubError, choose_variant, layouts
 from model.hub.files import LLM_CONFIG, Writer, opened, read_content
 from model.hub.rows import Block
@@ -30,16 +33,22 @@ def save(out: Path, family: Family, cfg: ModelConfig, fetch: Fetch, *, like: Pat
         it has there, and its tokenizer and generation config are copied
     :param more: keys of config.json that no formula of ours knows, like those of special tokens
     :param dtype: type of the tensors that `like` does not tell
+    :param limit_bytes: of one file, where the family's owner opens several
     :param writes: whether this rank writes; the others only take part in `fetch`
     """
     found, dtypes = _layout(family, cfg, like)
     plan = {b.name: (dtypes.get(b.name, torch.float32 if e.p.kind == "buffer" else dtype), b.shape) for e in found for b in e.blocks}
-    writer = None
-    if writes:
+    writer: Writer | Archive | None = None
+    if writes and like is not None and like.suffix == ".nemo":
+        if out.suffix != ".nemo" or _config(family, cfg, like, dtype) != read_content(like):
+            raise HubError(f"{out} is to be a .nemo file with an encoder like that of {like}; give it a name that ends in .nemo, and the "
+                           "file that the encoder is from")
+        writer = Archive(out, like)
+    elif writes:
         out.mkdir(parents=True, exist_ok=True)
         _write_config(out, _config(family, cfg, like, dtype) | dict(more or {}))
         _copy(like, out)
-        writer = Writer(out, plan, limit_bytes)
+        writer = Writer(out, plan, sys.maxsize if family.one_file else limit_bytes)
     for entry in found:
         full = fetch(entry.path, entry.p)
         if writer is not None:

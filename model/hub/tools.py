@@ -61,7 +61,7 @@ def convert(path: Path, out: Path, like: Path | None, kind: str | None, dtype: t
         save(out, family, cfg, from_checkpoint(checkpoint, cfg), like=like, more=more, dtype=dtype, limit_bytes=limit_bytes)
         if like is None:
             write_companions(data, out)
-    return {"family": family.model_type, "out": str(out), "files": len(list(out.glob("*.safetensors")))}
+    return {"family": family.model_type, "out": str(out), "files": len(list(out.glob("*.safetensors"))) if out.is_dir() else 1}
 
 
 def export_adapter(path: Path, out: Path, like: Path | None, kind: str | None) -> dict[str, Any]:

@@ -130,7 +130,7 @@ _ALONE_KEYS = {"model_type": "nemo_speechlm", "architectures": ["NeMoSpeechLMFor
 def _family(llm: Family) -> Family:
     left_out = {**LEFT_OUT, **{rf"llm\.{pattern}": reason for pattern, reason in llm.left_out.items()}}
     return Family(f"SALM with {llm.name}", f"salm/{llm.model_type}", "SALM", ("encoder.", "projector.", "decoder."),
-                  _variants(llm.variants[0]), _read, _writer(llm), left_out, alone=_ALONE_KEYS)
+                  _variants(llm.variants[0]), _read, _writer(llm), left_out, alone=_ALONE_KEYS, one_file=True)
 
 
 FAMILIES = {kind: _family(llm) for kind, llm in LANGUAGE_MODELS.items()}

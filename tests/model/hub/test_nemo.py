@@ -2,6 +2,7 @@
 
 import json
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,11 @@ def archive(folder: Path, mode: Any = "w", config: dict[str, Any] = CONFIG) -> P
     return folder / "x.nemo"
 
 
-@pytest.mark.parametrize("mode", ["w", "w:gz"])
+@pytest.mark.parametrize("mode", ["w", "w:gz", "unpacked"])
 def test_encoder_of_an_archive(mode, tmp_path):
     config = {**CONFIG, "encoder": CONFIG["encoder"] | {"feat_in": "${preprocessor.features}"}, "train_ds": {"path": "${oc.env:NOWHERE}"}}
-    loaded = load(archive(tmp_path, mode, config), single_mesh())
+    packed = archive(tmp_path, "w" if mode == "unpacked" else mode, config)
+    loaded = load(tmp_path if mode == "unpacked" else packed, single_mesh())
     assert loaded.cfg.encoder == perception.ENCODER
     assert len(loaded.tensors) == sum(name.startswith("weights.") and "tracked" not in name for name in perception.tensors())
     for path, t in loaded.tensors.items():
@@ -56,6 +58,28 @@ def test_encoder_of_an_archive(mode, tmp_path):
     assert [note.rpartition(": ")[2] for note in loaded.notes] == [
         "the front end computes its window and filters, in fp32", "the momentum of the running statistics is a constant",
         "only the encoder of a recogniser is taken"]
+
+
+def test_an_encoder_goes_back_into_its_archive(tmp_path):
+    """What nothing was trained of keeps its bits; what was is there, under NeMo's names."""
+    source = archive(tmp_path)
+    assert run(["convert", str(source), str(tmp_path / "same.nemo")])["files"] == 1
+    loaded = load(source, single_mesh())
+    trained = {path: torch.randn_like(t.full_tensor() if hasattr(t, "full_tensor") else t) for path, t in loaded.tensors.items()}
+    save(tmp_path / "y.nemo", loaded.family, loaded.cfg, lambda path, _: trained[path], like=source)
+    before = recogniser()
+    for name, expected in (("same.nemo", before), ("y.nemo", before | {
+            f"encoder.{perception.theirs(path.removeprefix('encoder.'))}": t for path, t in trained.items()})):
+        with tarfile.open(tmp_path / name) as tar:
+            tar.extractall(tmp_path / "out", filter="data")
+        after = torch.load(tmp_path / "out" / "model_weights.ckpt", weights_only=True)
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[key], expected[key]) and after[key].dtype == before[key].dtype for key in before)
+        assert (tmp_path / "out" / "model_config.yaml").read_text() == (tmp_path / "model_config.yaml").read_text()
+    for out, layers in ((tmp_path / "folder", 2), (tmp_path / "z.nemo", 3)):
+        other = replace(loaded.cfg, encoder=replace(perception.ENCODER, n_layers=layers))
+        with pytest.raises(HubError, match=r"is to be a .nemo file with an encoder like that of .*x.nemo"):
+            save(out, loaded.family, other, lambda path, _: trained[path], like=source)
 
 
 @pytest.mark.parametrize("section, changes, words", [
@@ -163,7 +187,8 @@ def test_a_salm_that_is_like_no_other_says_what_nemo_asks(tmp_path):
     """Keys that SALMAutomodel, AudioPerceptionModule and from_pretrained of nemo-toolkit 3.0.0 read, and where they look for the rest."""
     cfg = ModelConfig(encoder=perception.ENCODER, decoder=model("qwen3").decoder)
     weights = drawn(cfg)
-    save(tmp_path, FAMILIES["salm/qwen3"], cfg, lambda path, _: weights[path], more={"audio_locator_tag": "<|a|>", "prompt_format": "qwen"})
+    save(tmp_path, FAMILIES["salm/qwen3"], cfg, lambda path, _: weights[path], more={"audio_locator_tag": "<|a|>", "prompt_format": "qwen"},
+         limit_bytes=1000)
     content = json.loads((tmp_path / "config.json").read_text())
     told = {"audio_locator_tag": "<|a|>", "prompt_format": "qwen", "pretrained_llm": "llm_backbone", "use_nemo_automodel": True,
             "pretrained_weights": False}
