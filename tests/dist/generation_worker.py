@@ -20,7 +20,7 @@ from training.state import init_state
 from training.step import make_engine
 
 SMALL = ["+experiment=digits", "compile.enabled=false", "model.encoder.n_layers=1", "model.decoder.pattern=M*E", "model.decoder.init_std=0.3",
-         "data.validation_utterances=7", "data.workers=0", "generation.max_new_tokens=10",
+         "model.decoder.mamba_heads=10", "data.validation_utterances=7", "data.workers=0", "generation.max_new_tokens=10",
          "data.rows=[{tokens: 300, audio_frames: 260, utterances: 2, utterance_frames: 144, label_tokens: 72}]"]
 
 

@@ -13,9 +13,10 @@ def alone() -> dict[str, Any]:
     return transcripts([])
 
 
-def test_stages_of_a_pipeline_answer_as_one_process(alone: dict[str, Any]) -> None:
-    found = torchrun(2, "tests.dist.generation_worker", "parallel.pp=2", "parallel.pp_chunks=2", "parallel.pp_schedule=interleaved_1f1b")
-    assert found == alone
+@pytest.mark.parametrize("layout", [["parallel.pp=2", "parallel.pp_chunks=2", "parallel.pp_schedule=interleaved_1f1b"],
+                                    ["parallel.tp=2", "parallel.ep=2"]], ids=["pp", "tp and ep"])
+def test_ranks_that_share_their_rows_answer_as_one_process(layout: list[str], alone: dict[str, Any]) -> None:
+    assert torchrun(2, "tests.dist.generation_worker", *layout) == alone
 
 
 def test_answers_are_those_of_one_process(alone: dict[str, Any]) -> None:
