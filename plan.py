@@ -1,8 +1,9 @@
 """What a run would need and take, without its hardware and data: `python plan.py +experiment=nemotron_ep8 gpu=h200`.
 
     gpu=h100|h200|b200|a100|rtx4090   world=64 (ranks; without it the fewest of whole nodes that the layout allows)
-    row=8192 (tokens of a row)        imbalance=1.5 (tokens of the fullest expert rank over the mean; without it as random routing makes it)
-    picture=runs/plan.png             everything else as for train.py
+    row=8192 (tokens of a row)        fill=0.9 (share of a row that is no padding; without it all)
+    picture=runs/plan.png             imbalance=1.5 (tokens of the fullest expert rank over the mean; without it as random routing makes it)
+    everything else as for train.py
 
 `python plan.py search +experiment=nemotron_ep8 gpu=h100 world=64 row=8192` tries layouts and lists the fastest that fit.
 """
@@ -11,7 +12,7 @@ import json
 import sys
 import time
 
-OWN = ("gpu", "world", "row", "imbalance", "picture")
+OWN = ("gpu", "world", "row", "fill", "imbalance", "picture")
 
 
 def main(arguments: list[str]) -> int:

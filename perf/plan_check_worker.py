@@ -1,18 +1,20 @@
 """Under torchrun: one step of a scaled-down model, measured, and what plan.py says about it.
 
-usage: plan_check_worker OVERRIDES...
+usage: plan_check_worker UTTERANCES OVERRIDES...
 """
 
 import functools
 import json
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -21,17 +23,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from configs.schema import Config
 from data.packing import AUDIO, Example, pack_row
-from model import speech_lm
+from parallel.collectives import gather_objects
 from parallel.mesh import make_mesh, start_processes
 from perf.planning.planner import load
 from perf.planning.timeline import bytes_by_axis
 from perf.planning.trace import trace_step
 from training import config
 from training import step as training_step
-from training.state import init_state
-from training.step import Batch, make_engine, make_step, state_dtype
+from training.step import Batch, make_engine, make_state, make_step
 
 FORWARD = "forward pass"  # a span's name
+LETTING_GO_SEC = 0.03  # for gloo's thread to be done with what travels: the profiler does not see what another thread gives back
 ANSWER = 14  # tokens
 ROW = "{tokens: 512, audio_frames: 352, utterances: 12, utterance_frames: 64, label_tokens: 16}"
 MODEL = ("+experiment=nemotron_ep8", "model=nemotron3_tiny", "data=digits", "parallel=single", "precision=fp32", "compile.enabled=false",
@@ -40,35 +42,40 @@ MODEL = ("+experiment=nemotron_ep8", "model=nemotron3_tiny", "data=digits", "par
 
 
 def main() -> None:
-    cfg, _ = config.load([*MODEL, *sys.argv[1:]])
+    utterances, overrides = int(sys.argv[1]), sys.argv[2:]
+    cfg, _ = config.load([*MODEL, *overrides])
     start_processes(torch.device("cpu"))
-    measured, first, world = measure(cfg), dist.get_rank() == 0, dist.get_world_size()
+    measured, first, world = gather_objects(measure(cfg, utterances)), dist.get_rank() == 0, dist.get_world_size()
     dist.destroy_process_group()
     if first:
-        predicted = predict(cfg, world)
-        print(json.dumps({name: {"predicted": predicted[name], "measured": value} for name, value in measured.items()}))
+        padded = row(cfg, 0, utterances)["segments_T"] == cfg.data.rows[0].utterances
+        places = range(0, world, world // cfg.parallel.pp)
+        predicted = [predict(cfg, world, rank, 1 - padded.double().mean().item()) for rank in places]
+        print(json.dumps([{name: {"predicted": said[name], "measured": value} for name, value in measured[rank].items()}
+                          for rank, said in zip(places, predicted, strict=True)]))
 
 
-def row(cfg: Config, number: int) -> Batch:
-    """Twelve utterances of two seconds, which fill it: padding does not travel to experts."""
+def row(cfg: Config, number: int, utterances: int) -> Batch:
+    """Utterances of two seconds; twelve fill it."""
     rng = np.random.default_rng(number)
     examples = [Example(str(i), [AUDIO, 5, 6], rng.integers(7, 50, size=ANSWER).tolist(), [1], rng.standard_normal(32000, dtype=np.float32))
-                for i in range(12)]
+                for i in range(utterances)]
     return {name: torch.from_numpy(value) for name, value in pack_row(examples, cfg.data.rows[0]).items()}
 
 
-def measure(cfg: Config) -> dict[str, float]:
-    """Bytes of the state, of what a forward pass leaves for its backward pass, and those that this rank receives in a step."""
+def measure(cfg: Config, utterances: int) -> dict[str, float]:
+    """Bytes of the state, of what forward passes leave for their backward passes, and those that this rank receives in a step."""
     mesh = make_mesh(cfg.parallel, torch.device("cpu"))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as making:
-        state = init_state(speech_lm.spec(cfg), cfg.seed, mesh, state_dtype(cfg))
+        state = make_state(cfg, mesh)
     loss, compiled = training_step.row_loss, functools.partial(torch.compile, backend=graphs_as_they_are)
     with mock.patch.object(training_step, "row_loss", marked(loss)), mock.patch.object(torch, "compile", compiled):
-        step, rows = make_step(cfg, mesh, make_engine(cfg, mesh)), [row(cfg, mesh.dp_rank)]
+        step = make_step(cfg, mesh, make_engine(cfg, mesh))
+        rows = [row(cfg, mesh.dp_rank + i * mesh.dp, utterances) for i in range(cfg.train.accumulate)]
         state, _ = step(state, rows)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
             state, _ = step(state, rows)
-        result: dict[str, float] = {"state": allocated(making), "activation": allocated(trace, FORWARD)}
+        result: dict[str, float] = {"state": allocated(making)[-1], "activation": left(trace)}
         if not cfg.compile.enabled:  # nothing compiled runs under such a mode
             with Received() as received:
                 step(state, rows)
@@ -79,10 +86,30 @@ def measure(cfg: Config) -> dict[str, float]:
 def marked(loss: Callable[..., Any]) -> Callable[..., Any]:
     """The function in a span of the profile."""
     def call(*args: Any, **kwargs: Any) -> Any:
-        with record_function(FORWARD):
+        with record_function(FORWARD), mock.patch.object(funcol, "wait_tensor", patiently(funcol.wait_tensor)):
             return loss(*args, **kwargs)
 
     return call
+
+
+def patiently(wait: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The wait for a collective, begun a little later."""
+    def call(x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            time.sleep(LETTING_GO_SEC)
+        return wait(x)
+
+    return call
+
+
+def let_go(graph: Any) -> Any:
+    """The same inside a graph."""
+    for node in graph.graph.nodes:
+        if "wait_tensor" in str(node.target):
+            with graph.graph.inserting_before(node):
+                graph.graph.call_function(time.sleep, (LETTING_GO_SEC,))
+    graph.recompile()
+    return graph
 
 
 def graphs_as_they_are(graph: Any, inputs: Any) -> Any:
@@ -92,16 +119,21 @@ def graphs_as_they_are(graph: Any, inputs: Any) -> Any:
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
-    return aot_autograd(fw_compiler=lambda g, i: make_boxed_func(g.forward), decompositions=select_decomp_table(),
+    return aot_autograd(fw_compiler=lambda g, i: make_boxed_func(let_go(g).forward), decompositions=select_decomp_table(),
                         partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"))(graph, inputs)
 
 
-def allocated(trace: Any, span: str | None = None) -> int:
-    """What the allocator gave out and did not get back, in the whole profile or during a span of it."""
-    events = trace.profiler.kineto_results.events()
-    marks = [e for e in events if e.name() == span]
-    start, end = (marks[0].start_ns(), marks[0].start_ns() + marks[0].duration_ns()) if marks else (0, 1 << 63)
-    return sum(e.nbytes() for e in events if e.name() == "[memory]" and start <= e.start_ns() <= end)
+def allocated(trace: Any, moments: Sequence[int] = (1 << 63,)) -> list[int]:
+    """What the allocator had given out since the profile began and not got back, at these moments (ns) or at the end."""
+    events = [e for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return [sum(e.nbytes() for e in events if e.start_ns() <= moment) for moment in moments]
+
+
+def left(trace: Any) -> int:
+    """The most that was there at the end of a row's forward pass and had not been before the first one."""
+    spans = [e for e in trace.profiler.kineto_results.events() if e.name() == FORWARD]
+    before, *after = allocated(trace, [min(e.start_ns() for e in spans), *(e.start_ns() + e.duration_ns() for e in spans)])
+    return max(after) - before
 
 
 class Received(TorchDispatchMode):
@@ -122,6 +154,8 @@ class Received(TorchDispatchMode):
                 self._reduced(args[0], _resolve_process_group(args[2]).size())
             case "c10d.allreduce_":
                 self._reduced(args[0][0], dist.ProcessGroup.unbox(args[1]).size())
+            case "c10d.recv_":
+                self.bytes += sum(t.nbytes for t in args[0])
             case "_c10d_functional.all_to_all_single":
                 own = args[1][_resolve_process_group(args[3]).rank()]
                 self.bytes += out.nbytes * (1 - own / max(1, len(out)))
@@ -131,9 +165,9 @@ class Received(TorchDispatchMode):
         self.bytes += 2 * x.nbytes * (ranks - 1) / ranks
 
 
-def predict(cfg: Config, world: int) -> dict[str, float]:
+def predict(cfg: Config, world: int, rank: int, fill: float) -> dict[str, float]:
     """The same by plan.py."""
-    trace = trace_step(cfg, world, False, 1 << 40, load(cfg))
+    trace = trace_step(cfg, world, False, 1 << 40, load(cfg, fill=fill), rank)
     return {"state": trace.state.total(), "activation": trace.forward_bytes, "bytes": bytes_by_axis(trace).total()}
 
 

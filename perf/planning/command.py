@@ -1,7 +1,12 @@
 """plan.py: reads its arguments, plans, and shows tables and a picture."""
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+import multiprocessing
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +14,8 @@ from configs.schema import Config
 from model import params, speech_lm
 from parallel.validate import Environment, validate
 from perf.planning import planner
-from perf.planning.machines import GIB, MACHINES, Machine
+from perf.planning.machines import GIB, LINKS, MACHINES, PRODUCTS, RESERVED_BYTES, Machine
+from perf.planning.meter import TooMuch
 from perf.planning.planner import Plan
 from perf.planning.timeline import Times
 from perf.report import show
@@ -17,7 +23,9 @@ from training import config
 from training.step import offload_of
 
 NEEDED_BY_RUNS_ALONE = ("data.manifest", "data.tokenizer", "run_dir")
-TRIED = 12  # layouts that a search simulates
+TRIED = 8  # layouts that a search simulates
+PROCESSES = 8  # at most, of a search
+POLICIES = ("none", "selective", "full")  # of activation checkpointing, the fastest first
 
 
 class Refused(ValueError):
@@ -28,14 +36,16 @@ def show_plan(own: Mapping[str, str], overrides: Sequence[str], started: float) 
     """Plans one configuration and shows it."""
     cfg, world, machine = read(own, overrides)
     refuse(validate(cfg, Environment(world, f"plan.py {' '.join(overrides)}")))
-    plan = planner.plan(cfg, world, machine, float(own["imbalance"]) if "imbalance" in own else None)
-    show("memory of a rank (GiB)", memory(plan))
+    plan = planner.plan(cfg, world, machine, *routing(own, cfg))
+    show("memory of a rank (GiB)" if cfg.parallel.pp == 1 else "memory of the fullest rank (GiB)", memory(plan))
     show("communication", planner.communication(plan))
     show("step", times(plan))
-    if plan.imbalance != 1.0 or cfg.parallel.ep > 1:
-        buffers = planner.expert_buffers(plan)
-        show("experts", [{"fullest rank over the mean": plan.imbalance, "kept pre-activations, static bound GiB": buffers["bound"] / GIB,
-                          "expected GiB": buffers["expected"] / GIB}])
+    if len(plan.traces) > 1:
+        show("pipeline", places(plan))
+    if plan.load.imbalance != 1.0 or cfg.parallel.ep > 1:
+        buffers = {name: size / GIB for name, size in planner.expert_buffers(plan).items()}
+        show("experts", [{"fullest rank over the mean": plan.load.imbalance, "kept pre-activations, static bound GiB": buffers["bound"],
+                          "expected GiB": buffers["expected"]}])
     path = Path(own.get("picture", "runs/plan.png"))
     picture(plan, path)
     print(f"wrote {path}")
@@ -45,15 +55,38 @@ def show_plan(own: Mapping[str, str], overrides: Sequence[str], started: float) 
 def search(own: Mapping[str, str], overrides: Sequence[str], started: float) -> dict[str, Any]:
     """Simulates the layouts that promise most, and shows them, those that fit first."""
     cfg, world, machine = read(own, overrides)
-    candidates = sorted(planner.layouts(cfg, world), key=lambda c: rank(c, world, machine))[:TRIED]
+    imbalance, fill = routing(own, cfg)
+    candidates = most_promising(cfg, world, machine)[:TRIED]
     if not candidates:
         raise Refused(f"no layout of {world} ranks satisfies the rules; try another world or row")
-    plans = [planner.plan(c, world, machine) for c in candidates]
-    plans.sort(key=lambda p: (not p.fits, -p.tokens_per_second if p.fits else p.peak_bytes))
+    try_one = functools.partial(attempt, world=world, machine=machine, imbalance=imbalance, fill=fill)
+    found = each(try_one, candidates)
+    found.sort(key=lambda f: (not f["fits"], -f["tokens_per_second_per_gpu"] if f["fits"] else f["peak_gib"]))
     show(f"layouts of {world} ranks", [
-        {"layout": layout(p.cfg), "fits": p.fits, "peak GiB": p.peak_bytes / GIB, "step ms": 1e3 * p.times.total,
-         "tokens/s/GPU": round(p.tokens_per_second), "exposed ms": 1e3 * p.times.exposed} for p in plans])
-    return planner.figures(plans[0]) | {"layout": layout(plans[0].cfg), "tried": len(plans)} | planner.seconds_and_memory(started)
+        {"layout": f["layout"], "recomputed": f["recomputed"], "fits": f["fits"], "peak GiB": f["peak_gib"],
+         "step ms": 1e3 * f["step_seconds"], "tokens/s/GPU": f["tokens_per_second_per_gpu"], "exposed ms": 1e3 * f["exposed_communication"]}
+        for f in found])
+    return found[0] | {"tried": len(found)} | planner.seconds_and_memory(started)
+
+
+def each(function: Callable[[Config], dict[str, Any]], candidates: Sequence[Config]) -> list[dict[str, Any]]:
+    """The function of all, on all processors."""
+    processes = min(PROCESSES, os.cpu_count() or 1, len(candidates))
+    if processes == 1:
+        return [function(candidate) for candidate in candidates]
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(function, candidates))
+
+
+def attempt(cfg: Config, world: int, machine: Machine, imbalance: float | None, fill: float) -> dict[str, Any]:
+    """The figures of a layout that computes as little again as its memory allows."""
+    for policy in POLICIES:
+        cfg.train.activation_checkpointing = policy
+        cfg.train.activation_checkpointing_encoder = "none" if policy == "none" else "full"
+        with suppress(TooMuch):
+            plan = planner.plan(cfg, world, machine, imbalance, fill, to_the_end=policy == POLICIES[-1])
+            break
+    return planner.figures(plan) | {"layout": layout(cfg), "recomputed": policy}
 
 
 def read(own: Mapping[str, str], overrides: Sequence[str]) -> tuple[Config, int, Machine]:
@@ -71,15 +104,26 @@ def read(own: Mapping[str, str], overrides: Sequence[str]) -> tuple[Config, int,
             raise Refused(f"{key}={own[key]} is no number of {'ranks' if key == 'world' else 'tokens'}; give one of at least 1")
     if cfg.compile.enabled and cfg.compile.scope == "step":
         raise Refused("compile.scope=step makes one graph of a step, which is not planned; choose compile.scope=layer")
-    if cfg.parallel.pp > 1:
-        raise Refused(f"parallel.pp={cfg.parallel.pp} cuts the model into stages, which are not planned; choose parallel.pp=1")
     if offload_of(cfg) != "none":
         raise Refused(f"parallel.offload={cfg.parallel.offload} keeps state on the host, which is not planned; choose none")
     if "row" in own:
         cfg = planner.with_row(cfg, int(own["row"]))
     p, machine = cfg.parallel, MACHINES[name]
-    fewest = math.lcm(p.cp * p.tp * p.dp_replicate, p.ep)
+    fewest = p.pp * math.lcm(p.cp * p.tp * p.dp_replicate, p.ep)
     return cfg, int(own.get("world", fewest if fewest < machine.node else math.lcm(fewest, machine.node))), machine
+
+
+def routing(own: Mapping[str, str], cfg: Config) -> tuple[float | None, float]:
+    """What is given of the tokens of the fullest expert rank over the mean, and the share of a row's slots that hold tokens."""
+    given: dict[str, float] = {}
+    for key, least, most in (("imbalance", 1.0, float(cfg.parallel.ep)), ("fill", 0.01, 1.0)):
+        try:
+            given |= {key: float(own[key])} if key in own else {}
+        except ValueError:
+            given[key] = math.nan
+        if key in given and not least <= given[key] <= most:
+            raise Refused(f"{key}={own[key]} is no number from {least} to {most}; give one")
+    return given.get("imbalance"), given.get("fill", 1.0)
 
 
 def refuse(sentences: Sequence[str]) -> None:
@@ -87,26 +131,36 @@ def refuse(sentences: Sequence[str]) -> None:
         raise Refused(*sentences)
 
 
-def rank(cfg: Config, world: int, machine: Machine) -> tuple[bool, float, int]:
-    """A guess, by which a search chooses what to simulate: state that leaves no room last, then what sends most for a token."""
-    p, d = cfg.parallel, cfg.model.decoder
+def most_promising(cfg: Config, world: int, machine: Machine) -> list[Config]:
+    """All layouts, by a guess: state that leaves no room last, then the seconds of a token."""
     leaves = [(math.prod(leaf.shape), "experts" in leaf.axes) for _, leaf in params.named_leaves(speech_lm.spec(cfg))]
-    shards = world // p.dp_replicate
+    return sorted(planner.layouts(cfg, world), key=lambda c: _promise(c, world, machine, leaves))
+
+
+def _promise(cfg: Config, world: int, machine: Machine, leaves: Sequence[tuple[int, bool]]) -> tuple[bool, float]:
+    p, d = cfg.parallel, cfg.model.decoder
+    shards, tokens = world // p.dp_replicate, cfg.data.rows[-1].tokens / (p.cp * p.tp)
     state = sum(16.0 * n / max(shards, p.ep if routed else 1) for n, routed in leaves)
-    if p.zero_stage != 3:
-        state += sum(2.0 * n / (p.ep if routed else p.tp) for n, routed in leaves)
-    gathered = sum(n / (p.ep if routed else p.tp) for n, routed in leaves) * (1 if p.zero_stage != 3 else 2)
-    tokens = cfg.data.rows[-1].tokens / (p.cp * p.tp)
-    exchanged = d.pattern.count("E") * tokens * (p.ep - 1) * (0.6 if p.ep_dispatch == "alltoall" else 1.0) * d.d_model * 4
-    exchanged += len(d.pattern) * tokens * d.d_model * 8 * ((p.tp > 1) * p.tp + (p.cp > 1))
-    return state > 0.9 * machine.memory_bytes, (2.0 * gathered + exchanged) / tokens, p.dp_replicate
+    whole = sum(2.0 * n / (p.ep if routed else p.tp) for n, routed in leaves)
+    state += whole / p.pp if p.zero_stage != 3 else 0.0
+    moved = sum(2.0 * n / (p.ep if routed else p.tp) for n, routed in leaves if not routed or shards > p.ep)
+    gathered = (3 if p.zero_stage != 3 else 4) * moved / tokens  # once or twice in bf16, and their gradients once in fp32
+    exchanged = d.pattern.count("E") * (p.ep - 1) * (0.6 if p.ep_dispatch == "alltoall" else 1.0) * d.d_model * 8
+    exchanged += len(d.pattern) * d.d_model * 8 * ((p.tp - 1) + (p.cp > 1))
+    active = sum(n * (d.top_k / d.n_experts if routed else 1.0) for n, routed in leaves)
+    computing = 6 * active / (PRODUCTS * machine.flops) * (1 + (p.pp - 1) / cfg.train.accumulate)
+    far = shards > machine.node
+    gathering = gathered / (LINKS * (min(machine.link, machine.network * machine.node) if far else machine.link))
+    exchanging = exchanged / (LINKS * (machine.network if max(p.ep, p.tp * p.cp) > machine.node else machine.link))
+    return state > 0.9 * machine.memory_bytes, computing + gathering + exchanging
 
 
 def layout(cfg: Config) -> str:
     """What is not 1 or the default."""
     p = cfg.parallel
-    named = [f"{key}={getattr(p, key)}" for key in ("dp_replicate", "cp", "tp", "ep") if getattr(p, key) > 1]
-    return " ".join([f"zero_stage={p.zero_stage}", *named, *([f"ep_dispatch={p.ep_dispatch}"] if p.ep > 1 else [])])
+    named = [f"{key}={getattr(p, key)}" for key in ("pp", "dp_replicate", "cp", "tp", "ep") if getattr(p, key) > 1]
+    rows = [f"accumulate={cfg.train.accumulate}"] if cfg.train.accumulate > 1 else []
+    return " ".join([f"zero_stage={p.zero_stage}", *named, *([f"ep_dispatch={p.ep_dispatch}"] if p.ep > 1 else []), *rows])
 
 
 def memory(plan: Plan) -> list[dict[str, Any]]:
@@ -118,10 +172,18 @@ def memory(plan: Plan) -> list[dict[str, Any]]:
     return [*rows, total]
 
 
+def places(plan: Plan) -> list[dict[str, Any]]:
+    """Memory and time of each rank of a pipeline."""
+    return [{"rank of pp": place, "peak GiB": (trace.peak_bytes + RESERVED_BYTES) / GIB, "compute ms": 1e3 * t.compute,
+             "exposed communication ms": 1e3 * t.exposed, "bubble ms": 1e3 * t.bubble}
+            for place, (trace, t) in enumerate(zip(plan.traces, plan.all_times, strict=True))]
+
+
 def times(plan: Plan) -> list[dict[str, Any]]:
     """Milliseconds, and the layers that take most of them."""
     t = plan.times
     parts = {"all": t.total, "compute": t.compute, "exposed communication": t.exposed, "hidden communication": t.hidden}
+    parts |= {"bubble": t.bubble} if len(plan.traces) > 1 else {}
     return [{"what": name, "ms": 1e3 * seconds} for name, seconds in [*parts.items(), *slowest(t)]]
 
 

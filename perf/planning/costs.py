@@ -22,6 +22,8 @@ class Load:
     expert_rows: float  # rows that go through the experts of one rank in one layer
     document_tokens: float  # length of a document of the token row
     utterance_frames: float  # length of an utterance of the audio row
+    fill: float = 1.0  # share of the token row's slots that hold tokens
+    imbalance: float = 1.0  # tokens of the fullest rank of experts over the mean
 
 
 def tensor_bytes(value: Any) -> int:

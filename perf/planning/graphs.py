@@ -1,10 +1,11 @@
 """What a compiled layer does, read off its graph: products and passes over memory, collectives, the most memory between its ends."""
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.fx import GraphModule, Node
@@ -64,13 +65,44 @@ def analyse(name: str, graph: GraphModule, load: Load) -> Graph:
         call, kind = (n.target, _meta(n.args), _meta(n.kwargs), n.meta["val"]), collective(n.target)
         steps.append(costs.work(*call, load) if kind is None else send(*call, kind))
     for cluster in clusters:
-        read = {owners[i] for n in cluster for i in n.all_input_nodes} - set(cluster)
+        read = {i for n in cluster for i in n.all_input_nodes if owners[i] not in cluster}
         written = [n for n in cluster if n in stored]
-        steps.append(Work(0.0, float(sum(tensor_bytes(n.meta.get("val")) for n in [*read, *written]))))
+        steps.append(Work(0.0, float(_read_bytes(read, owners) + sum(tensor_bytes(n.meta.get("val")) for n in written))))
     return Graph(name, tuple(steps), _transient(nodes, owners, users, stored))
 
 
+def outcome(graph: GraphModule) -> Callable[[Sequence[Any]], list[Any]]:
+    """What the graph returns for inputs of the shapes that it was made with, on fake tensors: new memory, or views where it has views.
+
+    Its operators do not run, which for a layer would take longer than all else in a plan.
+    """
+    inputs = {n: i for i, n in enumerate(n for n in graph.graph.nodes if n.op == "placeholder")}
+    returned = next(n for n in graph.graph.nodes if n.op == "output").args[0]
+    shown = {n: _owner(n) for n in returned if isinstance(n, Node)}
+    if any(n.meta["val"].dtype != owner.meta["val"].dtype for n, owner in shown.items()):
+        return lambda given: list(graph(*given))  # a view as another type is not a matter of strides
+
+    def made(given: Sequence[Any]) -> list[Any]:
+        whole = {owner: given[inputs[owner]] if owner in inputs else _like(owner.meta["val"]) for owner in set(shown.values())}
+        return [_view(whole[shown[n]], n, shown[n]) if isinstance(n, Node) else n for n in returned]
+
+    return made
+
+
+def _like(t: Tensor) -> Tensor:
+    return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device)
+
+
+def _view(whole: Tensor, n: Node, owner: Node) -> Tensor:
+    if n is owner:
+        return whole
+    shape, base = n.meta["val"], owner.meta["val"]
+    return whole.as_strided(shape.size(), shape.stride(), whole.storage_offset() + shape.storage_offset() - base.storage_offset())
+
+
 def _is_view(n: Node) -> bool:
+    if n.target is operator.getitem:  # one of the parts of a split
+        return _is_view(n.all_input_nodes[0])
     name = getattr(n.target, "__name__", "")
     return bool(getattr(n.target, "is_view", False)) or name.startswith(("wait_tensor", "_unsafe_view", "detach", "alias"))
 
@@ -113,6 +145,14 @@ def _clusters(nodes: list[Node], owners: dict[Node, Node]) -> list[list[Node]]:
     for n in parent:
         found.setdefault(top(n), []).append(n)
     return list(found.values())
+
+
+def _read_bytes(read: set[Node], owners: dict[Node, Node]) -> int:
+    """Of views of the same memory together no more than there is."""
+    seen: dict[Node, int] = {}
+    for n in read:
+        seen[owners[n]] = seen.get(owners[n], 0) + tensor_bytes(n.meta.get("val"))
+    return sum(min(size, tensor_bytes(owner.meta.get("val"))) for owner, size in seen.items())
 
 
 def _transient(nodes: list[Node], owners: dict[Node, Node], users: dict[Node, list[Node]], stored: set[Node]) -> int:

@@ -1,6 +1,7 @@
 """What a configuration needs and takes on so many GPUs, and which layouts suit it."""
 
 import copy
+import math
 import resource
 import sys
 import time
@@ -12,12 +13,15 @@ from itertools import product
 import numpy as np
 
 from configs.schema import Config, RowSize
+from model.stages import own_stages, schedule_of
 from parallel.mesh import sizes
+from parallel.pipeline import most_live, orders
 from parallel.validate import Environment, validate
 from perf.planning.costs import Load
 from perf.planning.machines import GIB, RESERVED_BYTES, Machine
+from perf.planning.meter import Trace
 from perf.planning.timeline import Times, bytes_by_axis, step_times
-from perf.planning.trace import Trace, meeting, trace_step
+from perf.planning.trace import meeting, trace_step
 from training.step import DTYPES
 
 SAMPLED_TOKENS = 1 << 16  # for the spread of random choices over the ranks of an expert group
@@ -30,9 +34,24 @@ class Plan:
     cfg: Config
     world: int
     machine: Machine
-    trace: Trace
-    times: Times
-    imbalance: float  # rows of the fullest rank over the mean
+    traces: list[Trace]  # of one rank, or of one of each place in the pipeline
+    all_times: list[Times]  # of the same
+    load: Load
+
+    @property
+    def trace(self) -> Trace:
+        """Of the rank whose memory is fullest."""
+        return max(self.traces, key=lambda trace: trace.peak_bytes)
+
+    @property
+    def busiest(self) -> int:
+        """The place in the pipeline that computes longest."""
+        return max(range(len(self.traces)), key=lambda place: self.all_times[place].compute)
+
+    @property
+    def times(self) -> Times:
+        """Of that one."""
+        return self.all_times[self.busiest]
 
     @property
     def peak_bytes(self) -> float:
@@ -44,23 +63,28 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one GPU."""
+        """Of one GPU, without padding."""
         n = sizes(self.cfg.parallel, self.world)
-        return self.cfg.data.rows[-1].tokens * self.cfg.train.accumulate * n.dp / self.world / self.times.total
+        return self.load.fill * self.cfg.data.rows[-1].tokens * self.cfg.train.accumulate * n.dp / self.world / self.times.total
 
 
-def plan(cfg: Config, world: int, machine: Machine, imbalance: float | None = None) -> Plan:
-    """Simulates a step; routing is random unless the fullest rank's share is given."""
-    spread = random_imbalance(cfg) if imbalance is None else imbalance
-    trace = trace_step(cfg, world, True, machine.memory_bytes, load(cfg, spread))
-    return Plan(cfg, world, machine, trace, step_times(trace, machine), spread)
+def plan(cfg: Config, world: int, machine: Machine, imbalance: float | None = None, fill: float = 1.0, to_the_end: bool = True) -> Plan:
+    """Simulates a step; routing is random unless the fullest rank's share is given.
+
+    :param to_the_end: False: raises TooMuch as soon as it does not fit
+    """
+    held = load(cfg, random_imbalance(cfg) if imbalance is None else min(imbalance, cfg.parallel.ep), fill)
+    pp, limit = cfg.parallel.pp, math.inf if to_the_end else machine.memory_bytes - RESERVED_BYTES
+    traces = [trace_step(cfg, world, True, machine.memory_bytes, held, place * (world // pp), limit) for place in range(pp)]
+    return Plan(cfg, world, machine, traces, step_times(traces, machine), held)
 
 
-def load(cfg: Config, imbalance: float = 1.0) -> Load:
-    """Full rows of equally long utterances."""
+def load(cfg: Config, imbalance: float = 1.0, fill: float = 1.0) -> Load:
+    """Rows of equally long utterances, as many as the row takes, which fill this share of its slots."""
     row, p = cfg.data.rows[-1], cfg.parallel
-    rows = row.tokens / (p.cp * p.tp) * cfg.model.decoder.top_k * imbalance
-    return Load(rows, row.tokens / row.utterances, row.audio_frames / row.utterances)
+    tokens = row.tokens * fill
+    rows = tokens / (p.cp * p.tp) * cfg.model.decoder.top_k * imbalance
+    return Load(rows, tokens / row.utterances, row.audio_frames / row.utterances, fill, imbalance)
 
 
 def random_imbalance(cfg: Config) -> float:
@@ -75,13 +99,23 @@ def random_imbalance(cfg: Config) -> float:
 
 
 def expert_buffers(plan: Plan) -> dict[str, float]:
-    """Bytes of pre-activations that all expert layers keep for backward: of the static buffers, and of the rows that the routing fills."""
+    """Bytes of pre-activations that a rank's expert layers keep for backward: of the static buffers, and of rows that routing fills."""
     d, width = plan.cfg.model.decoder, DTYPES[plan.cfg.precision].itemsize
-    layers, p = d.pattern.count("E"), plan.cfg.parallel
+    layers, p = expert_layers(plan.cfg), plan.cfg.parallel
     tokens = plan.cfg.data.rows[-1].tokens / (p.cp * p.tp)
     inner = d.moe_ffn * (2 if d.activation == "swiglu" else 1)
-    seen = tokens * p.ep * (meeting(d.n_experts, d.top_k, p.ep) if p.ep_dispatch == "alltoall" else 1.0)
-    return {"bound": layers * seen * d.top_k * inner * width, "expected": layers * tokens * d.top_k * inner * width}
+    filled = tokens * plan.load.fill
+    seen = p.ep * (filled * meeting(d.n_experts, d.top_k, p.ep) if p.ep_dispatch == "alltoall" else tokens)
+    return {"bound": layers * seen * d.top_k * inner * width, "expected": layers * filled * d.top_k * inner * width}
+
+
+def expert_layers(cfg: Config) -> float:
+    """How many hold what they computed of a row, on the rank of the pipeline with most, in the middle of a step."""
+    found = []
+    for place, order in enumerate(orders(schedule_of(cfg), cfg.parallel.pp, cfg.parallel.pp_chunks, cfg.train.accumulate)):
+        own = own_stages(cfg, place)
+        found.append(most_live(order) * sum(cfg.model.decoder.pattern[i] == "E" for stage in own for i in stage.layers) / len(own))
+    return max(found)
 
 
 def with_row(cfg: Config, tokens: int) -> Config:
@@ -94,15 +128,18 @@ def with_row(cfg: Config, tokens: int) -> Config:
 
 
 def layouts(cfg: Config, world: int) -> Iterator[Config]:
-    """Every layout that the rules allow on so many ranks."""
+    """Every layout that the rules allow on so many ranks; with a pipeline, its ranks share the rows that each had without."""
     powers = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= world]
     experts = powers if "E" in cfg.model.decoder.pattern else [1]
-    choices = (powers[:4], powers[:4], experts, (1, world // 8), (1, 2, 3), ("allgather", "alltoall"))
-    for tp, cp, ep, copies, stage, dispatch in product(*choices):
-        if (dispatch == "alltoall" and ep == 1) or (copies < 2 and copies != 1):
+    choices = (powers[:3], powers[:4], powers[:4], experts, {1, max(1, world // 8)}, (1, 2, 3), ("allgather", "alltoall"))
+    for pp, tp, cp, ep, copies, stage, dispatch in product(*choices):
+        if (dispatch == "alltoall" and ep == 1) or world % math.lcm(pp * tp * cp * copies, pp * ep):
             continue
+        if stage == 1 and cfg.train.accumulate * pp == 1:
+            continue  # the same as 2
         changed = copy.deepcopy(cfg)
-        changed.parallel = replace(cfg.parallel, tp=tp, cp=cp, ep=ep, dp_replicate=copies, zero_stage=stage, ep_dispatch=dispatch)
+        changed.parallel = replace(cfg.parallel, pp=pp, tp=tp, cp=cp, ep=ep, dp_replicate=copies, zero_stage=stage, ep_dispatch=dispatch)
+        changed.train.accumulate *= pp
         if not validate(changed, Environment(world, "plan.py")):
             yield changed
 
@@ -122,5 +159,5 @@ def figures(plan: Plan) -> dict[str, object]:
 
 def communication(plan: Plan) -> list[dict[str, object]]:
     """One row for each kind of collective over each group."""
-    received: Counter[str] = bytes_by_axis(plan.trace)
+    received: Counter[str] = bytes_by_axis(plan.traces[plan.busiest])
     return [{"over, what": name, "GB received a step": received[name] / 1e9, "ms": 1e3 * plan.times.by_axis[name]} for name in received]

@@ -1,16 +1,20 @@
-"""How long a step takes on a machine that does nothing but products, passes over memory and collectives, each at its rate.
+"""How long a step takes on a machine that does nothing but products, passes over memory and messages, each at its rate.
 
 A collective that the trainer begins between graphs runs beside the products until its result is waited for, one after another in its group;
-one inside a layer's graph is waited for at once. Launches cost nothing: this is a floor.
+one inside a layer's graph is waited for at once; what a rank of a pipeline sends leaves as soon as it is there. Launches cost nothing: this
+is a floor.
 """
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from perf.cases import Work
 from perf.planning.graphs import Send
 from perf.planning.machines import COPIES, LATENCY_SEC, LINKS, PRODUCTS, Machine
-from perf.planning.trace import Begin, Trace, Wait
+from perf.planning.meter import Begin, Event, Sent, Taken, Trace, Wait
+
+MESSAGES = "pp: receive"
 
 
 @dataclass
@@ -19,44 +23,96 @@ class Times:
 
     compute: float = 0.0
     exposed: float = 0.0  # communication that products wait for
+    bubble: float = 0.0  # in which other ranks of the pipeline compute
     hidden: float = 0.0  # communication beside products
     by_axis: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # communication, hidden or not
     by_graph: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # compute
 
     @property
     def total(self) -> float:
-        return self.compute + self.exposed
+        return self.compute + self.exposed + self.bubble
 
 
-def step_times(trace: Trace, machine: Machine) -> Times:
-    """The events of a step one after the other."""
-    times, now = Times(), 0.0
-    free: dict[str, float] = {}  # when a group has sent what it was given
-    ends: dict[int, float] = {}
-    for event in trace.events:
+def step_times(traces: Sequence[Trace], machine: Machine) -> list[Times]:
+    """Of each rank of a pipeline, or of the one that stands for all; all end when the last does."""
+    sent: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+    ranks = [Rank(place, trace, machine, sent) for place, trace in enumerate(traces)]
+    while any(rank.go_on() for rank in ranks):
+        pass
+    if waiting := [rank.place for rank in ranks if rank.events]:
+        raise AssertionError(f"ranks {waiting} of the pipeline wait for ever")
+    end = max(rank.now for rank in ranks)
+    for rank in ranks:
+        if rank.ends:
+            raise AssertionError(f"{len(rank.ends)} collectives that nobody waits for")
+        rank.times.bubble += end - rank.now
+        rank.times.hidden = max(0.0, sum(rank.times.by_axis.values()) - rank.times.exposed)
+    return [rank.times for rank in ranks]
+
+
+class Rank:
+    """One rank of a pipeline on its way through its step.
+
+    :param sent: of each pair of ranks, when its messages arrive and how long they travel
+    """
+
+    def __init__(self, place: int, trace: Trace, machine: Machine, sent: dict[tuple[int, int], list[tuple[float, float]]]):
+        self.place, self.trace, self.machine, self.sent = place, trace, machine, sent
+        self.events = list(reversed(trace.events))  # to come
+        self.times, self.now = Times(), 0.0
+        self.free: dict[str | int, float] = {}  # when a group, or the way to a rank, has sent what it was given
+        self.ends: dict[int, float] = {}
+
+    def go_on(self) -> bool:
+        """Up to a message that is not sent yet; whether there was anything to do."""
+        before = len(self.events)
+        while self.events and not self._must_wait(self.events[-1]):
+            self._pass(self.events.pop())
+        return len(self.events) < before
+
+    def _must_wait(self, event: Event) -> bool:
+        return isinstance(event, Taken) and event.number >= len(self.sent[event.source, self.place])
+
+    def _pass(self, event: Event) -> None:
+        times, trace = self.times, self.trace
         if isinstance(event, Wait):
-            late = max(0.0, ends.pop(event.storage, now) - now)
-            times.exposed += late
-            now += late
+            times.exposed += self._until(self.ends.pop(event.storage, self.now))
         elif isinstance(event, Begin):
-            taken = send_seconds(event.send, trace, machine)
-            free[event.send.group] = ends[event.storage] = max(now, free.get(event.send.group, 0.0)) + taken
+            taken = send_seconds(event.send, trace, self.machine)
+            self.ends[event.storage] = self._sent_by(event.send.group, taken)
             times.by_axis[label(event.send, trace, "")] += taken
+        elif isinstance(event, Sent):
+            taken = message_seconds(event, self.place, trace, self.machine)
+            self.sent[self.place, event.to].append((self._sent_by(event.to, taken), taken))
+        elif isinstance(event, Taken):
+            arrival, taken = self.sent[event.source, self.place][event.number]
+            late = self._until(arrival)
+            times.by_axis[MESSAGES] += taken
+            times.exposed += min(late, taken)
+            times.bubble += max(0.0, late - taken)
         else:
             for part in (event,) if isinstance(event, Work) else event.steps:
-                if isinstance(part, Send):
-                    taken = send_seconds(part, trace, machine)
-                    times.by_axis[label(part, trace, " in layers")] += taken
-                    times.exposed += taken
-                else:
-                    taken = part.seconds(PRODUCTS * machine.flops, COPIES * machine.bandwidth)
-                    times.compute += taken
-                    times.by_graph["between the layers" if isinstance(event, Work) else event.name] += taken
-                now += taken
-    if ends:
-        raise AssertionError(f"{len(ends)} collectives that nobody waits for")
-    times.hidden = max(0.0, sum(times.by_axis.values()) - times.exposed)
-    return times
+                self._compute(part, "between the layers" if isinstance(event, Work) else event.name)
+
+    def _compute(self, part: Work | Send, name: str) -> None:
+        if isinstance(part, Send):
+            taken = send_seconds(part, self.trace, self.machine)
+            self.times.by_axis[label(part, self.trace, " in layers")] += taken
+            self.times.exposed += taken
+        else:
+            taken = part.seconds(PRODUCTS * self.machine.flops, COPIES * self.machine.bandwidth)
+            self.times.compute += taken
+            self.times.by_graph[name] += taken
+        self.now += taken
+
+    def _until(self, moment: float) -> float:
+        late = max(0.0, moment - self.now)
+        self.now += late
+        return late
+
+    def _sent_by(self, way: str | int, seconds: float) -> float:
+        self.free[way] = max(self.now, self.free.get(way, 0.0)) + seconds
+        return self.free[way]
 
 
 def label(sent: Send, trace: Trace, where: str) -> str:
@@ -83,11 +139,20 @@ def send_seconds(sent: Send, trace: Trace, machine: Machine) -> float:
     return max(inside, outside) + LATENCY_SEC
 
 
+def message_seconds(message: Sent, place: int, trace: Trace, machine: Machine) -> float:
+    """From one rank of a pipeline to another."""
+    ranks = next(ranks for axis, ranks in trace.groups.values() if "pp" in axis.split(", "))
+    near = ranks[place] // machine.node == ranks[message.to] // machine.node
+    return message.bytes / (LINKS * (machine.link if near else machine.network)) + LATENCY_SEC
+
+
 def bytes_by_axis(trace: Trace) -> Counter[str]:
     """What a rank receives in a step."""
     counts: Counter[str] = Counter()
     for event in trace.events:
         outside = isinstance(event, Begin)
+        if isinstance(event, Taken):
+            counts[MESSAGES] += event.bytes
         for part in (event.send,) if isinstance(event, Begin) else getattr(event, "steps", ()):
             if isinstance(part, Send):
                 ranks = len(trace.groups[part.group][1])
