@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
-from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, ReduceOps, TensorHandle
+from triton.runtime.interpreter import GridExecutor, InterpretedFunction, InterpreterBuilder, ReduceOps, TensorHandle
 
 ARITHMETIC = ("fadd", "fsub", "fmul", "fdiv", "frem", "precise_divf", "fma", "clampf", "floor", "ceil", "minimumf", "maximumf", "minnumf",
               "maxnumf")
+EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 SMALLEST_K = {64: 4, 8: 32}  # of a product, by bits of an element; 16 for the others
 
 
@@ -28,6 +30,8 @@ def make_strict() -> None:
     for name in dir(InterpreterBuilder):
         if name.startswith("create_fcmp"):
             _replace(InterpreterBuilder, name, _compared)
+    _replace(TritonSemantic, "binary_op_sanitize_overflow_impl", _bounded)
+    _replace(InterpretedFunction, "__call__", _once)
     _replace(InterpreterBuilder, "create_dot", _multiplied)
     _replace(InterpreterBuilder, "cast_impl", _cast)
     _replace(InterpreterBuilder, "create_fp_to_fp", _cast)
@@ -71,6 +75,32 @@ def _rounded(operation: Callable[..., Any]) -> Callable[..., Any]:
 
 def _compared(operation: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, a, b: TensorHandle(operation(self, _widen(a), _widen(b)).data, tl.int1)
+
+
+def _bounded(check: Callable[..., Any]) -> Callable[..., Any]:
+    """The answer of `check`, which takes a dozen operations of the language for it."""
+
+    def run(self: Any, a: Any, b: Any, operation: Callable[..., Any]) -> None:
+        kind = a.type.scalar
+        if kind.int_bitwidth >= 64:
+            return
+        exact = EXACT[operation.__name__](a.handle.data.astype(np.int64), b.handle.data.astype(np.int64))
+        if exact.size and (exact.min() < kind.get_int_min_value() or exact.max() > kind.get_int_max_value()):
+            raise OverflowError(f"int{kind.int_bitwidth} overflow in {operation.__name__}")
+
+    return run
+
+
+def _once(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` makes the language interpret, by looking through all of it, for each function that a kernel calls."""
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        languages = [value for value in self.fn.__globals__.values() if value is tl or value is tl.core]
+        if any(tl.core.is_builtin(language.load) for language in languages):
+            return call(self, *args, **kwargs)
+        return self.rewrite()(*args, **kwargs)
+
+    return run
 
 
 def _multiplied(dot: Callable[..., Any]) -> Callable[..., Any]:
