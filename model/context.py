@@ -33,6 +33,7 @@ class Context:
     dtype: torch.dtype = torch.float32  # compute dtype
     ep_group: ProcessGroup | None = None  # ranks over which the experts are split; None: all experts are here
     ep_dispatch: str = "allgather"  # how tokens reach the experts of other ranks, see parallel/expert.py
+    keep_hidden: bool = True  # whether experts keep their pre-activations until backward, see kernels/experts
     cp_group: ProcessGroup | None = None  # ranks over which the token row is split; None: all slots are here
     cp_split: str = "row"  # what is cut into the parts of these ranks, see parallel/sequence.py
     tp_group: ProcessGroup | None = None  # ranks over which heads and hidden columns are split; None: all are here

@@ -65,8 +65,9 @@ def forward(w: Tree, x_TD: Tensor, ctx: Context) -> tuple[Tensor, dict[str, Tens
 
 def _routed(w: Tree, h_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, ctx: Context) -> Tensor:
     if ctx.ep_group is None:
-        return experts(h_TD, ids_TK, weights_TK, w["up"], w["down"], activation=ctx.decoder.activation)
-    local = functools.partial(experts, up_EFD=w["up"], down_EDF=w["down"], activation=ctx.decoder.activation)
+        return experts(h_TD, ids_TK, weights_TK, w["up"], w["down"], activation=ctx.decoder.activation,
+                       keep_hidden=ctx.keep_hidden)
+    local = functools.partial(experts, up_EFD=w["up"], down_EDF=w["down"], activation=ctx.decoder.activation, keep_hidden=ctx.keep_hidden)
     return expert.routed(local, h_TD, ids_TK, weights_TK, ctx.decoder.n_experts, ctx.ep_group, ctx.ep_dispatch)
 
 

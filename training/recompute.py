@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 # A second choice could differ from the first where experts are nearly tied, and the gradient would belong to another function.
 CHOICES = ("topk", "sort", "argsort")
 # Operators that "selective" keeps: what travels between ranks, and kernels that take long for the size of their result. Experts are not
-# among them: their pre-activation is the largest tensor of a layer.
+# among them: their backward needs none of their results, it computes the pre-activations itself (training.step.keeps_hidden).
 COLLECTIVES = ("_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
 KERNELS = ("attention", "relative_attention", "ssd")
 

@@ -50,9 +50,15 @@ def make_context(cfg: Config, batch: Batch, mesh: Mesh, training: bool, split: b
                                               "audio_lengths_U", "audio_segments_A", "audio_positions_A")}
     return Context(cfg.model.encoder or EncoderConfig(), cfg.model.decoder, **lengths, utterance_frames=_utterance_frames(cfg, batch),
                    dtype=DTYPES[cfg.precision], ep_group=mesh.ep_group, ep_dispatch=cfg.parallel.ep_dispatch,
-                   cp_group=mesh.cp_group if split else None, tp_group=mesh.tp_group if split else None,
+                   keep_hidden=keeps_hidden(cfg), cp_group=mesh.cp_group if split else None, tp_group=mesh.tp_group if split else None,
                    split_group=mesh.split_group if split else None, cp_split=cfg.parallel.cp_split,
                    draw=batch.get("draw", batch["positions_T"].new_zeros(())), training=training, projector=cfg.model.projector)
+
+
+def keeps_hidden(cfg: Config) -> bool:
+    """Whether experts keep their pre-activations until backward: not where most rows of the buffer are for other ranks' experts, nor where
+    the layer is computed again anyway, which then needs one product of theirs instead of two."""
+    return cfg.parallel.ep == 1 and cfg.train.activation_checkpointing == "none"
 
 
 def own_part(cfg: Config, batch: Batch, mesh: Mesh, training: bool) -> tuple[Batch, Context]:

@@ -9,7 +9,8 @@ from kernels.experts.routing import expert_keys
 from kernels.lookup import permute
 
 
-def experts_grouped_mm(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor, activation: str) -> Tensor:
+def experts_grouped_mm(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor, activation: str,
+                       keep_hidden: bool = True) -> Tensor:
     keys = expert_keys(ids_TK, up_EFD.shape[0])
     order = torch.argsort(keys, stable=True)
     slots = torch.argsort(order)
@@ -24,7 +25,8 @@ def experts_grouped_mm(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD:
     return (widen(y_TKD) * weights_TK[..., None]).sum(1).to(x_TD.dtype)
 
 
-def experts_loop(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor, activation: str) -> Tensor:
+def experts_loop(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor, activation: str,
+                 keep_hidden: bool = True) -> Tensor:
     """One expert after the other; the host reads how many tokens each has."""
     y_TD = torch.zeros_like(x_TD, dtype=weights_TK.dtype)
     for expert, (up, down) in enumerate(zip(up_EFD, down_EDF, strict=True)):

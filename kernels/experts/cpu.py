@@ -57,11 +57,11 @@ def _combine(rows_RD: Tensor, slots_TK: Tensor) -> Tensor:
 
 @torch.library.custom_op("reedling::experts", mutates_args=())
 def _experts_op(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor,
-                activation: str) -> tuple[Tensor, Tensor]:
-    """The result and the pre-activation [bound, F or 2F], of which backward needs the rows that the routing uses."""
+                activation: str, keep_hidden: bool) -> tuple[Tensor, Tensor]:
+    """The result, and the pre-activation [bound, F or 2F], of which backward needs the rows that the routing uses; [0, ...] if not kept."""
     route = _route(ids_TK, up_EFD.shape[0])
     rows = len(route.choice_R)
-    h_RF = x_TD.new_empty(_bound(ids_TK, up_EFD.shape[0]), up_EFD.shape[1])
+    h_RF = x_TD.new_empty(_bound(ids_TK, up_EFD.shape[0]) if keep_hidden else rows, up_EFD.shape[1])
     y_RD = x_TD.new_empty(rows + 1, down_EDF.shape[1])
     by_expert = [t.split(route.sizes) for t in _token_and_weight(route, weights_TK)]
     for count, tokens, weight, h, y, up, down in zip(route.counts, *by_expert, h_RF[:rows].split(route.sizes), y_RD[:-1].split(route.sizes),
@@ -69,27 +69,29 @@ def _experts_op(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor
         if count:
             product("nt", _take(x_TD, tokens, count), up, out=h)
             product("nt", activate_wide(widen(h), activation).mul_(weight).to(x_TD.dtype), down, out=y)
-    return _combine(y_RD, route.slots_TK), h_RF
+    return _combine(y_RD, route.slots_TK), h_RF if keep_hidden else h_RF.new_empty(0, up_EFD.shape[1])
 
 
 @torch.library.custom_op("reedling::experts_backward", mutates_args=())
 def _experts_backward_op(dy_TD: Tensor, h_RF: Tensor, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor,
-                         activation: str, needs_up: bool, needs_down: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+                         activation: str, keep_hidden: bool, needs_up: bool, needs_down: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, weights, up and down, the last two empty unless needed. The sorting is repeated: it is deterministic and cheaper than
     keeping its result."""
     route = _route(ids_TK, up_EFD.shape[0])
     rows = len(route.choice_R)
     dx_RD = x_TD.new_empty(rows + 1, x_TD.shape[1])
+    h_RF = h_RF[:rows] if keep_hidden else h_RF.new_empty(rows, up_EFD.shape[1])
     dweights_R = weights_TK.new_zeros(rows + 1)
     dup_EFD, ddown_EDF = _gradient(up_EFD, needs_up), _gradient(down_EDF, needs_down)
-    by_row = [t.split(route.sizes) for t in (*_token_and_weight(route, weights_TK), h_RF[:rows], dx_RD[:-1], dweights_R[:-1])]
+    by_row = [t.split(route.sizes) for t in (*_token_and_weight(route, weights_TK), h_RF, dx_RD[:-1], dweights_R[:-1])]
     by_expert = [t.unbind() for t in (up_EFD, down_EDF, dup_EFD, ddown_EDF)]
     for count, tokens, weight, h, dx, dweight, up, down, dup, ddown in zip(route.counts, *by_row, *by_expert, strict=True):
         if not count:
             dup.zero_()
             ddown.zero_()
             continue
-        x, dy, h = _take(x_TD, tokens, count), _take(dy_TD, tokens, count), widen(h)
+        x, dy = _take(x_TD, tokens, count), _take(dy_TD, tokens, count)
+        h = widen(h if keep_hidden else product("nt", x, up, out=h))
         act = activate_wide(h, activation)
         dact = widen(product("nn", dy, down))  # before the router's weight
         torch.sum(act * dact, -1, out=dweight)
@@ -113,30 +115,33 @@ def _token_and_weight(route: _Route, weights_TK: Tensor) -> tuple[Tensor, Tensor
 
 
 @_experts_op.register_fake
-def _(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x_TD), x_TD.new_empty(_bound(ids_TK, up_EFD.shape[0]), up_EFD.shape[1])
+def _(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor, activation: str,
+      keep_hidden: bool) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x_TD), x_TD.new_empty(_bound(ids_TK, up_EFD.shape[0]) if keep_hidden else 0, up_EFD.shape[1])
 
 
 @_experts_backward_op.register_fake
 def _(dy_TD: Tensor, h_RF: Tensor, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor,
-      activation: str, needs_up: bool, needs_down: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+      activation: str, keep_hidden: bool, needs_up: bool, needs_down: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return torch.empty_like(x_TD), torch.empty_like(weights_TK), _gradient(up_EFD, needs_up), _gradient(down_EDF, needs_down)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.activation = inputs
+    *tensors, ctx.activation, ctx.keep_hidden = inputs
     ctx.save_for_backward(output[1], *tensors)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, dy_TD: Tensor, dh_RF: None) -> tuple[Tensor | None, ...]:
     needs_up, needs_down = ctx.needs_input_grad[3:5]
-    dx, dweights, dup, ddown = _experts_backward_op(dy_TD.contiguous(), *ctx.saved_tensors, ctx.activation, needs_up, needs_down)
-    return dx, None, dweights, dup if needs_up else None, ddown if needs_down else None, None
+    dx, dweights, dup, ddown = _experts_backward_op(dy_TD.contiguous(), *ctx.saved_tensors, ctx.activation, ctx.keep_hidden, needs_up,
+                                                      needs_down)
+    return dx, None, dweights, dup if needs_up else None, ddown if needs_down else None, None, None
 
 
 _experts_op.register_autograd(_backward, setup_context=_save)
 
 
-def experts_cpu(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor, activation: str) -> Tensor:
-    return _experts_op(x_TD.contiguous(), ids_TK, weights_TK, up_EFD.contiguous(), down_EDF.contiguous(), activation)[0]
+def experts_cpu(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor, activation: str,
+                keep_hidden: bool = True) -> Tensor:
+    return _experts_op(x_TD.contiguous(), ids_TK, weights_TK, up_EFD.contiguous(), down_EDF.contiguous(), activation, keep_hidden)[0]

@@ -6,7 +6,8 @@ from torch import Tensor
 from kernels.activation import activate, widen
 
 
-def experts_reference(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor, activation: str) -> Tensor:
+def experts_reference(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor, activation: str,
+                      keep_hidden: bool = True) -> Tensor:
     """All experts on all tokens, those that a token did not choose weighted by 0."""
     n_experts = up_EFD.shape[0]
     chosen_TKE = ids_TK[..., None] == torch.arange(n_experts, device=ids_TK.device)

@@ -1,7 +1,8 @@
 """Experts in Triton: two grouped products whose loads gather the tokens and whose epilogues hold the activation, then a gather and a sum.
 
-Backward keeps the input, the pre-activation and the routing. The gradient of the activation recomputes the activation in the epilogue of
-its own product, where the router's gradient falls off as a sum over each row. Nothing is added atomically, so results repeat bit for bit.
+Backward keeps the input, the routing and the pre-activations, unless it is to compute these again. The gradient of the activation
+recomputes the activation in the epilogue of its own product, where the router's gradient falls off as a sum over each row. Nothing is
+added atomically, so results repeat bit for bit.
 """
 
 from typing import Any
@@ -29,8 +30,8 @@ def _swiglu(gate, up):
 @triton.jit
 def _up_kernel(x_ptr, token_ptr, up_ptr, h_ptr, act_ptr, tiles_ptr, count_ptr, f, d,
                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN_K: tl.constexpr,
-               ACTIVATION: tl.constexpr):
-    """Pre-activation and activation. For swiglu the columns of the product alternate between gate and up, so that a thread has both."""
+               ACTIVATION: tl.constexpr, KEEP: tl.constexpr):
+    """Pre-activation, where it is kept, and activation. For swiglu the product's columns are gate and up in turn: a thread has both."""
     WIDTH: tl.constexpr = 2 if ACTIVATION == "swiglu" else 1
     COLUMNS: tl.constexpr = BLOCK_N // WIDTH
     m_tiles, n_tiles = tl.load(count_ptr), tl.cdiv(f, COLUMNS)
@@ -47,11 +48,13 @@ def _up_kernel(x_ptr, token_ptr, up_ptr, h_ptr, act_ptr, tiles_ptr, count_ptr, f
         h_ptrs = h_ptr + row.to(tl.int64)[:, None] * f * WIDTH + column[None, :]
         if ACTIVATION == "swiglu":
             gate, up = tl.split(tl.reshape(h, (BLOCK_M, COLUMNS, 2)))
-            tl.store(h_ptrs, gate, mask=inside)
-            tl.store(h_ptrs + f, up, mask=inside)
+            if KEEP:
+                tl.store(h_ptrs, gate, mask=inside)
+                tl.store(h_ptrs + f, up, mask=inside)
             act = _swiglu(gate.to(tl.float32), up.to(tl.float32))
         else:
-            tl.store(h_ptrs, h, mask=inside)
+            if KEEP:
+                tl.store(h_ptrs, h, mask=inside)
             act = _relu2(h.to(tl.float32))
         act_ptrs = act_ptr + row.to(tl.int64)[:, None] * f + column[None, :]
         tl.store(act_ptrs, act.to(act_ptr.dtype.element_ty), mask=inside)
@@ -141,21 +144,22 @@ def _(rows_RD: Tensor, slots_TK: Tensor, weights_TK: Tensor | None = None) -> Te
 
 @torch.library.custom_op("reedling::experts_triton", mutates_args=())
 def _experts_op(x_TD: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor, offsets_E1: Tensor, choice_R: Tensor, token_R: Tensor,
-                slots_TK: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """The result, and the pre-activation of each row [R, F or 2F]; backward takes the rest of the routing."""
+                slots_TK: Tensor, activation: str, keep_hidden: bool) -> tuple[Tensor, Tensor]:
+    """The result, and the pre-activation of each row [R, F or 2F] or none [0, ...]; backward takes the rest of the routing."""
     d, f = down_EDF.shape[1:]
     rows, width = token_R.shape[0], expansion(activation)
-    h_RF, act_RF = x_TD.new_empty(rows, width * f), x_TD.new_empty(rows, f)
+    h_RF, act_RF = x_TD.new_empty(rows if keep_hidden else 0, width * f), x_TD.new_empty(rows, f)
     tile, tiles, grid = plan("_up_kernel", x_TD, offsets_E1, rows, width * f, d)
-    _up_kernel[grid](x_TD, token_R, up_EFD.to(x_TD.dtype), h_RF, act_RF, *tiles, f, d, **tile, ACTIVATION=activation)
+    _up_kernel[grid](x_TD, token_R, up_EFD.to(x_TD.dtype), h_RF, act_RF, *tiles, f, d, **tile, ACTIVATION=activation,
+                     KEEP=keep_hidden)
     y_RD = multiply_rows(act_RF, down_EDF.to(x_TD.dtype).transpose(1, 2), offsets_E1)
     return combine(y_RD, slots_TK, weights_TK), h_RF
 
 
 @_experts_op.register_fake
 def _(x_TD: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor, offsets_E1: Tensor, choice_R: Tensor, token_R: Tensor,
-      slots_TK: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x_TD), x_TD.new_empty(token_R.shape[0], up_EFD.shape[1])
+      slots_TK: Tensor, activation: str, keep_hidden: bool) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x_TD), x_TD.new_empty(token_R.shape[0] if keep_hidden else 0, up_EFD.shape[1])
 
 
 @torch.library.custom_op("reedling::experts_hidden_backward", mutates_args=())
@@ -180,7 +184,7 @@ def _(dy_TD: Tensor, h_RF: Tensor, weights_TK: Tensor, down_EDF: Tensor, offsets
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.activation = inputs
+    *tensors, ctx.activation, ctx.keep_hidden = inputs
     ctx.save_for_backward(*tensors, output[1])
     ctx.set_materialize_grads(False)
 
@@ -188,21 +192,24 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _backward(ctx: Any, dy_TD: Tensor, dh_RF: None) -> tuple[Tensor | None, ...]:
     x_TD, weights_TK, up_EFD, down_EDF, offsets_E1, choice_R, token_R, slots_TK, h_RF = ctx.saved_tensors
     dy_TD = dy_TD.contiguous()
+    if not ctx.keep_hidden:
+        h_RF = multiply_rows(x_TD, up_EFD.to(dy_TD.dtype).transpose(1, 2), offsets_E1, token_R)
     dh_RF, act_RF, dweights_TK = _hidden_backward_op(dy_TD, h_RF, weights_TK, down_EDF.to(dy_TD.dtype), offsets_E1, choice_R, token_R,
                                                      ctx.activation)
     needs_x, _, needs_up, needs_down = ctx.needs_input_grad[:4]
     dx_TD = combine(multiply_rows(dh_RF, up_EFD.to(dy_TD.dtype), offsets_E1), slots_TK) if needs_x else None
     dup_EFD = multiply_groups(dh_RF, x_TD, offsets_E1, up_EFD.dtype, b_gather_R=token_R) if needs_up else None
     ddown_EDF = multiply_groups(dy_TD, act_RF, offsets_E1, down_EDF.dtype, a_gather_R=token_R) if needs_down else None
-    return dx_TD, dweights_TK, dup_EFD, ddown_EDF, None, None, None, None, None
+    return dx_TD, dweights_TK, dup_EFD, ddown_EDF, None, None, None, None, None, None
 
 
 _experts_op.register_autograd(_backward, setup_context=_save)
 
 
-def experts_triton(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor, activation: str) -> Tensor:
+def experts_triton(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor, activation: str,
+                   keep_hidden: bool = True) -> Tensor:
     """x in fp32, bf16 or fp16, in which the products run. Weights of experts may be fp32 beside 16-bit tokens: their gradients are then
     written in fp32, straight from the accumulator.
     """
     return _experts_op(x_TD.contiguous(), weights_TK.float().contiguous(), up_EFD.contiguous(), down_EDF.contiguous(),
-                       *route(ids_TK, up_EFD.shape[0]), activation)[0]
+                       *route(ids_TK, up_EFD.shape[0]), activation, keep_hidden)[0]

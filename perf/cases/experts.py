@@ -51,7 +51,7 @@ def _case(name: str, use: Use, tokens: int, n_experts: int, choices: int, width:
         return {"x_TD": draw.normal(tokens, width), "ids_TK": routing(draw, tokens, n_experts * ranks, choices),
                 "weights_TK": draw.uniform(0.5, 1.5, tokens, choices).float(),
                 "up_EFD": draw.normal(n_experts, rows_in, width, std=width**-0.5),
-                "down_EDF": draw.normal(n_experts, width, ffn, std=ffn**-0.5), "activation": activation}
+                "down_EDF": draw.normal(n_experts, width, ffn, std=ffn**-0.5), "activation": activation, "keep_hidden": ranks == 1}
 
     flops = 2.0 * tokens * choices / ranks * width * (rows_in + ffn)
     weights = n_experts * width * (rows_in + ffn)

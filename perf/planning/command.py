@@ -44,8 +44,8 @@ def show_plan(own: Mapping[str, str], overrides: Sequence[str], started: float) 
         show("pipeline", places(plan))
     if plan.load.imbalance != 1.0 or cfg.parallel.ep > 1:
         buffers = {name: size / GIB for name, size in planner.expert_buffers(plan).items()}
-        show("experts", [{"fullest rank over the mean": plan.load.imbalance, "kept pre-activations, static bound GiB": buffers["bound"],
-                          "expected GiB": buffers["expected"]}])
+        show("experts", [{"fullest rank over the mean": plan.load.imbalance, "kept pre-activations GiB": buffers["kept"],
+                          "static bound GiB": buffers["bound"], "expected GiB": buffers["expected"]}])
     path = Path(own.get("picture", "runs/plan.png"))
     picture(plan, path)
     print(f"wrote {path}")

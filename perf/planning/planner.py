@@ -22,7 +22,7 @@ from perf.planning.machines import GIB, RESERVED_BYTES, Machine
 from perf.planning.meter import Trace
 from perf.planning.timeline import Times, bytes_by_axis, step_times
 from perf.planning.trace import meeting, trace_step
-from training.step import DTYPES
+from training.step import DTYPES, keeps_hidden
 
 SAMPLED_TOKENS = 1 << 16  # for the spread of random choices over the ranks of an expert group
 
@@ -99,14 +99,15 @@ def random_imbalance(cfg: Config) -> float:
 
 
 def expert_buffers(plan: Plan) -> dict[str, float]:
-    """Bytes of pre-activations that a rank's expert layers keep for backward: of the static buffers, and of rows that routing fills."""
+    """Bytes of a rank's expert layers' pre-activations: kept for backward, of the static buffers, and of rows that routing fills."""
     d, width = plan.cfg.model.decoder, DTYPES[plan.cfg.precision].itemsize
     layers, p = expert_layers(plan.cfg), plan.cfg.parallel
     tokens = plan.cfg.data.rows[-1].tokens / (p.cp * p.tp)
     inner = d.moe_ffn * (2 if d.activation == "swiglu" else 1)
     filled = tokens * plan.load.fill
     seen = p.ep * (filled * meeting(d.n_experts, d.top_k, p.ep) if p.ep_dispatch == "alltoall" else tokens)
-    return {"bound": layers * seen * d.top_k * inner * width, "expected": layers * filled * d.top_k * inner * width}
+    bound = layers * seen * d.top_k * inner * width
+    return {"kept": bound if keeps_hidden(plan.cfg) else 0.0, "bound": bound, "expected": layers * filled * d.top_k * inner * width}
 
 
 def expert_layers(cfg: Config) -> float:

@@ -198,7 +198,8 @@ def test_gradients_are_computed_where_wanted(monkeypatch, wanted):
     assert products == {"x": ["multiply_rows"], "weights": [], "up": ["multiply_groups"], "down": ["multiply_groups"]}[wanted]
 
 
-def test_backward_keeps_the_input_and_the_pre_activation_alone():
+@pytest.mark.parametrize(("keep", "rows"), [(True, 60), (False, 0)])
+def test_backward_keeps_the_input_and_the_pre_activation_alone(keep, rows):
     x, ids, weights, up, down = (t.float() if t.is_floating_point() else t for t in inputs(random(20, 5, 3)))
     saved: list[Tensor] = []
     leaves = [t.requires_grad_() for t in (x, weights, up, down)]
@@ -208,9 +209,18 @@ def test_backward_keeps_the_input_and_the_pre_activation_alone():
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        experts(leaves[0], ids, *leaves[1:], activation="relu2", implementation="triton")
+        experts(leaves[0], ids, *leaves[1:], activation="relu2", implementation="triton", keep_hidden=keep)
     floats = [tuple(t.shape) for t in saved if t.is_floating_point()]
-    assert sorted(floats) == sorted([*(tuple(t.shape) for t in leaves), (60, 36)])
+    assert sorted(floats) == sorted([*(tuple(t.shape) for t in leaves), (rows, 36)])
+
+
+@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
+def test_pre_activations_that_are_computed_again_change_no_gradient(activation):
+    arguments = inputs(random(37, 11, 3, shift=-3), activation=activation)
+    probe = torch.randn_like(arguments[0])
+    kept, again = (results(experts, arguments, probe, torch.float32, activation=activation, implementation="triton", keep_hidden=keep)
+                   for keep in (True, False))
+    assert all(torch.equal(kept[name], again[name]) for name in NAMES)
 
 
 @pytest.mark.parametrize("counts", [(0, 15, 16, 17, 0), (0, 0, 0), (160, 0, 1), (1,), (16 * 130, 3)])
@@ -258,7 +268,8 @@ def test_operators_pass_opcheck():
     routing = route(ids, 3)
     h = torch.randn(10, 16)
     leaves = [t.requires_grad_() for t in (x, weights, up, down)]
-    torch.library.opcheck(triton._experts_op, (*leaves, *routing, "swiglu"))
+    torch.library.opcheck(triton._experts_op, (*leaves, *routing, "swiglu", True))
+    torch.library.opcheck(triton._experts_op, (*leaves, *routing, "swiglu", False))
     without_autograd: list[tuple[Any, tuple[Any, ...]]] = [
         (triton._hidden_backward_op, (x.detach(), h, weights.detach(), down.detach(), *routing[:3], "swiglu")),
         (triton.combine, (h, routing.slots_TK, weights.detach())),
@@ -340,7 +351,7 @@ def test_hidden_rows_whose_offsets_need_64_bits(virtual, activation):
     token = virtual(last + 1, dtype=torch.int32)
     tiles, one = torch.tensor([[0, last, last + 1]], dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     constants = TILE | dict(EVEN_K=True, ACTIVATION=activation)
-    triton._up_kernel[(1,)](x, token, up, h, act, tiles, one, f, 32, **constants)
+    triton._up_kernel[(1,)](x, token, up, h, act, tiles, one, f, 32, **constants, KEEP=True)
     torch.testing.assert_close(h[last], up[0] @ x[0])
     torch.testing.assert_close(act[last], activate(h[last], activation))
     dh, weighted, dweights = virtual(last + 1, f * width), virtual(last + 1, f), torch.zeros(2, 1)

@@ -161,7 +161,17 @@ def test_slices_of_the_experts_sum_to_the_whole(implementation):
     assert_close(joined, whole, 1e-6)
 
 
-def test_backward_keeps_the_input_and_the_pre_activation_alone():
+@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
+def test_pre_activations_that_are_computed_again_change_no_gradient(activation):
+    arguments = inputs(routing("out of range"), activation)
+    probe = torch.randn_like(arguments[0])
+    kept, again = (results(experts, arguments, probe, torch.float32, activation=activation, implementation="cpu", keep_hidden=keep)
+                   for keep in (True, False))
+    assert all(torch.equal(kept[name], again[name]) for name in NAMES)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_backward_keeps_the_input_and_the_pre_activation_alone(keep):
     x, ids, weights, up, down = (t.float() if t.is_floating_point() else t for t in inputs(routing("random")))
     saved: list[tuple[int, ...]] = []
     leaves = [t.requires_grad_() for t in (x, weights, up, down)]
@@ -171,9 +181,9 @@ def test_backward_keeps_the_input_and_the_pre_activation_alone():
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        experts(leaves[0], ids, *leaves[1:], activation="relu2", implementation="cpu")
+        experts(leaves[0], ids, *leaves[1:], activation="relu2", implementation="cpu", keep_hidden=keep)
     own = [tuple(t.shape) for t in (x, ids, weights, up, down)]
-    assert sorted(saved) == sorted([*own, (ids.numel() + E * (cpu.ROWS - 1), FFN)])
+    assert sorted(saved) == sorted([*own, ((ids.numel() + E * (cpu.ROWS - 1)) * keep, FFN)])
 
 
 @pytest.mark.parametrize("frozen", [("up",), ("down",), ("up", "down")], ids=str)
@@ -207,8 +217,9 @@ def test_twice_the_same_bits():
 def test_operators_pass_opcheck():
     x, ids, weights, up, down = (t.float() if t.is_floating_point() else t for t in inputs(routing("out of range")))
     leaves = [t.requires_grad_() for t in (x, weights, up, down)]
-    torch.library.opcheck(cpu._experts_op, (leaves[0], ids, *leaves[1:], "relu2"),
+    torch.library.opcheck(cpu._experts_op, (leaves[0], ids, *leaves[1:], "relu2", True),
                           test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+    torch.library.opcheck(cpu._experts_op, (leaves[0], ids, *leaves[1:], "relu2", False), test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("implementation", ["cpu", "grouped_mm"])
