@@ -1,6 +1,7 @@
 """Mixture-of-experts layer: a router in fp32, routed experts, and a shared expert that sees every token."""
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -52,23 +53,27 @@ def forward(w: Tree, x_TD: Tensor, ctx: Context) -> tuple[Tensor, dict[str, Tens
     ids_TK, weights_TK = route(w["router"], h_TD, cfg)
     real_T = sequence.own_tokens(ctx.segments_T, ctx) < ctx.cu_seqlens_U1.shape[0] - 1
     ids_TK = torch.where(real_T[:, None], ids_TK, cfg.n_experts)  # padding computes nothing
+    inner_TD = affine(w["latent_in"], h_TD) if cfg.moe_latent else h_TD
+
+    def shared() -> Tensor | None:
+        return mlp.apply(w["shared"], h_TD, cfg.shared_ffn, ctx) if cfg.shared_ffn else None
+
+    y_TD, shared_TD = _routed(w["experts"], inner_TD, ids_TK, weights_TK, ctx, shared)
     if cfg.moe_latent:
-        inner_TD = affine(w["latent_in"], h_TD)
-        y_TD = affine(w["latent_out"], _routed(w["experts"], inner_TD, ids_TK, weights_TK, ctx))
-    else:
-        y_TD = _routed(w["experts"], h_TD, ids_TK, weights_TK, ctx)
-    if cfg.shared_ffn:
-        y_TD = y_TD + mlp.apply(w["shared"], h_TD, cfg.shared_ffn, ctx)
+        y_TD = affine(w["latent_out"], y_TD)
+    if shared_TD is not None:
+        y_TD = y_TD + shared_TD
     numbers_E = torch.arange(cfg.n_experts, device=ids_TK.device)
     return add(w, x_TD, y_TD, cfg), {"expert_load": (ids_TK[..., None] == numbers_E).sum((0, 1))}
 
 
-def _routed(w: Tree, h_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, ctx: Context) -> Tensor:
-    if ctx.ep_group is None:
-        return experts(h_TD, ids_TK, weights_TK, w["up"], w["down"], activation=ctx.decoder.activation,
-                       keep_hidden=ctx.keep_hidden)
+def _routed(w: Tree, h_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, ctx: Context,
+            beside: Callable[[], Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    """What the chosen experts give, and what `beside` does, while tokens travel."""
     local = functools.partial(experts, up_EFD=w["up"], down_EDF=w["down"], activation=ctx.decoder.activation, keep_hidden=ctx.keep_hidden)
-    return expert.routed(local, h_TD, ids_TK, weights_TK, ctx.decoder.n_experts, ctx.ep_group, ctx.ep_dispatch)
+    if ctx.ep_group is None:
+        return local(h_TD, ids_TK, weights_TK), beside()
+    return expert.routed(local, h_TD, ids_TK, weights_TK, ctx.decoder.n_experts, ctx.ep_group, ctx.ep_dispatch, beside)
 
 
 def route(w: Tree, h_TD: Tensor, cfg: DecoderConfig) -> tuple[Tensor, Tensor]:

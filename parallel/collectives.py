@@ -14,13 +14,23 @@ def _named(name: str, suffix: str = ""):  # type: ignore[no-untyped-def]
     return getattr(funcol, f"{name}_single{suffix}", None) or getattr(funcol, f"{name}_tensor{suffix}")
 
 
-_all_gather, _all_gather_grad = _named("all_gather"), _named("all_gather", "_autograd")
-_reduce_scatter, _reduce_scatter_grad = _named("reduce_scatter"), _named("reduce_scatter", "_autograd")
+_all_gather_grad, _reduce_scatter_grad = _named("all_gather", "_autograd"), _named("reduce_scatter", "_autograd")
+_begin = torch.ops._c10d_functional  # the functions of funcol wait at once while a graph is made
 
 
 def all_gather_start(x: Tensor, group: ProcessGroup) -> Tensor:
     """Begin to concatenate the ranks' `x` of equal shape; pass the result to `wait` before use. No gradient."""
-    return _all_gather(x, 0, group)
+    return _begin.all_gather_into_tensor(x, group.size(), group.group_name)
+
+
+def reduce_scatter_start(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Begin to add up over the ranks, of which this rank keeps its equal part; `wait` as above. No gradient."""
+    return _begin.reduce_scatter_tensor(x, "sum", group.size(), group.group_name)
+
+
+def all_to_all_start(x: Tensor, received: list[int], sent: list[int], group: ProcessGroup) -> Tensor:
+    """Begin an `all_to_all`; `wait` as above. No gradient."""
+    return _begin.all_to_all_single(x, received, sent, group.group_name)
 
 
 def wait(x: Tensor) -> Tensor:
@@ -28,9 +38,53 @@ def wait(x: Tensor) -> Tensor:
     return funcol.wait_tensor(x)
 
 
+def exchange_start_grad(x: Tensor, group: ProcessGroup, received: list[int] | None = None,
+                        sent: list[int] | None = None) -> tuple[Tensor, Tensor]:
+    """Begin an all-gather, or with rows for each rank an all-to-all; pass the result and the rest to `exchange_wait_grad` before use.
+
+    What is computed in between runs beside it, and in backward beside the way back: that begins at the place of `exchange_wait_grad` and is
+    waited for here.
+    """
+    return _ExchangeStart.apply(x, group, received, sent)
+
+
+def exchange_wait_grad(begun: tuple[Tensor, Tensor], group: ProcessGroup, received: list[int] | None = None,
+                       sent: list[int] | None = None) -> Tensor:
+    """The finished result of `exchange_start_grad`; the gradient goes back by the same way."""
+    return _ExchangeWait.apply(*begun, group, received, sent)
+
+
+class _ExchangeStart(torch.autograd.Function):
+    """What is under way, and x itself, whose gradient has the shape of what comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, received: list[int] | None, sent: list[int] | None) -> tuple[Tensor, Tensor]:
+        begun = all_gather_start(x, group) if received is None or sent is None else all_to_all_start(x, received, sent, group)
+        ctx.mark_non_differentiable(begun)
+        ctx.set_materialize_grads(False)
+        return begun, x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, none: None, begun: Tensor) -> Any:
+        return wait(begun), None, None, None
+
+
+class _ExchangeWait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, begun: Tensor, x: Tensor, group: ProcessGroup, received: list[int] | None, sent: list[int] | None) -> Tensor:
+        ctx.group, ctx.received, ctx.sent = group, received, sent
+        return wait(begun)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        grad = grad.contiguous()
+        begun = reduce_scatter_start(grad, ctx.group) if ctx.sent is None else all_to_all_start(grad, ctx.sent, ctx.received, ctx.group)
+        return None, begun, None, None, None
+
+
 def reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
     """Sum over the ranks, of which this rank keeps its equal part. No gradient."""
-    return funcol.wait_tensor(_reduce_scatter(x, "sum", 0, group))
+    return wait(reduce_scatter_start(x, group))
 
 
 def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -50,7 +104,7 @@ def reduce_scatter_grad(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def all_to_all(x: Tensor, received: list[int], sent: list[int], group: ProcessGroup) -> Tensor:
     """The first sent[0] rows of x go to rank 0, the next sent[1] to rank 1, ...; likewise the rows of the result come. No gradient."""
-    return funcol.wait_tensor(funcol.all_to_all_single(x, received, sent, group))
+    return wait(all_to_all_start(x, received, sent, group))
 
 
 def all_to_all_grad(x: Tensor, group: ProcessGroup, received: list[int] | None = None, sent: list[int] | None = None) -> Tensor:

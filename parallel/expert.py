@@ -4,37 +4,53 @@ allgather: every rank sees the tokens of its group and computes the part that it
 back. All shapes are static, nothing syncs with the host, both directions are one collective. A token travels to ep - 1 ranks.
 alltoall: a token travels once to each rank that has one of its experts, at most top_k of them. How many tokens each pair of ranks exchanges
 is read on the host, once a layer and pass, because the sizes of the exchange depend on it.
+
+What needs no other rank runs beside the way out, and in backward beside the way back.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel.collectives import all_gather_grad, all_gather_start, all_to_all, all_to_all_grad, reduce_scatter_grad, wait
+from parallel.collectives import (
+    all_gather_start,
+    all_to_all,
+    all_to_all_grad,
+    all_to_all_start,
+    exchange_start_grad,
+    exchange_wait_grad,
+    reduce_scatter_grad,
+    wait,
+)
 
 # (tokens [R, D], expert numbers from this rank's first one [R, K], weights [R, K]) -> what this rank's experts contribute [R, D]
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
+Result = TypeVar("Result")
 
 
 def routed(experts: Experts, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, n_experts: int, group: ProcessGroup,
-           dispatch: str) -> Tensor:
-    """Each token's sum over its experts, wherever in the group they are. [T, D]
+           dispatch: str, beside: Callable[[], Result]) -> tuple[Tensor, Result]:
+    """Each token's sum over its experts, wherever in the group they are [T, D], and what `beside` gives.
 
     :param ids_TK: expert numbers; n_experts and more stand for none
     :param dispatch: allgather | alltoall
+    :param beside: called while tokens are on their way
     """
     function = {"allgather": _by_all_gather, "alltoall": _by_all_to_all}[dispatch]
-    return function(experts, x_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous(), n_experts // group.size(), group)
+    return function(experts, x_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous(), n_experts // group.size(), group, beside)
 
 
-def _by_all_gather(experts: Experts, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, n_local: int, group: ProcessGroup) -> Tensor:
-    x_RD, weights_RK = all_gather_grad(x_TD, group), all_gather_grad(weights_TK, group)
-    ids_RK = wait(all_gather_start(ids_TK, group))
-    return reduce_scatter_grad(experts(x_RD, ids_RK - group.rank() * n_local, weights_RK).contiguous(), group)
+def _by_all_gather(experts: Experts, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, n_local: int, group: ProcessGroup,
+                   beside: Callable[[], Result]) -> tuple[Tensor, Result]:
+    begun, ids = [exchange_start_grad(t, group) for t in (x_TD, weights_TK)], all_gather_start(ids_TK, group)
+    own = beside()
+    x_RD, weights_RK = (exchange_wait_grad(t, group) for t in begun)
+    y_RD = experts(x_RD, wait(ids) - group.rank() * n_local, weights_RK)
+    return reduce_scatter_grad(y_RD.contiguous(), group), own
 
 
 class Plan(NamedTuple):
@@ -58,12 +74,15 @@ def plan(ids_TK: Tensor, n_local: int, group: ProcessGroup) -> Plan:
     return Plan(order % len(ids_TK), slots_TW.contiguous(), sent, received)
 
 
-def _by_all_to_all(experts: Experts, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, n_local: int, group: ProcessGroup) -> Tensor:
+def _by_all_to_all(experts: Experts, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, n_local: int, group: ProcessGroup,
+                   beside: Callable[[], Result]) -> tuple[Tensor, Result]:
     p = plan(ids_TK, n_local, group)
-    x_RD, weights_RK = (all_to_all_grad(spread(t, p.token_R, p.slots_TW), group, p.received, p.sent) for t in (x_TD, weights_TK))
-    ids_RK = all_to_all(ids_TK[p.token_R], p.received, p.sent, group)
-    y_RD = experts(x_RD, ids_RK - group.rank() * n_local, weights_RK)
-    return combine(all_to_all_grad(y_RD.contiguous(), group, p.sent, p.received), p.token_R, p.slots_TW)
+    begun = [exchange_start_grad(spread(t, p.token_R, p.slots_TW), group, p.received, p.sent) for t in (x_TD, weights_TK)]
+    ids = all_to_all_start(ids_TK[p.token_R], p.received, p.sent, group)
+    own = beside()
+    x_RD, weights_RK = (exchange_wait_grad(t, group, p.received, p.sent) for t in begun)
+    y_RD = experts(x_RD, wait(ids) - group.rank() * n_local, weights_RK)
+    return combine(all_to_all_grad(y_RD.contiguous(), group, p.sent, p.received), p.token_R, p.slots_TW), own
 
 
 def spread(x_TD: Tensor, token_R: Tensor, slots_TW: Tensor) -> Tensor:

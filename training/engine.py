@@ -66,6 +66,8 @@ class Engine:
         # about the transform in the features, which is a call into a library and no loss
         warnings.filterwarnings("ignore", message="Torchinductor does not support code generation for complex operators")
         name_cached_graphs()
+        if mesh.ep_group is not None:  # it would move the shared expert away from the exchange that it runs beside
+            torch._inductor.config.reorder_for_peak_memory = False
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
 
     def bound(self, fn: Function, key: tuple[str, ...]) -> Function:

@@ -1,6 +1,5 @@
 """Under torchrun: a small model of uneven parameters, gathered and reduced by parallel/gather.py, against the same model unsharded."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ from model import params
 from model.params import P
 from parallel import collectives, gather, sharding
 from parallel.mesh import Mesh, make_mesh, start_processes
+from tests.dist.exchange_order import order
 from tests.dist.launch import leave
 from training.engine import Engine, Pass
 from training.state import State
@@ -209,4 +209,7 @@ if __name__ == "__main__":
                 "gradient_sum_error": gradient_sum_error(torch.bfloat16),
                 "rounded_sum_error": gradient_sum_error(torch.bfloat16, torch.bfloat16),
                 "narrow_sum_error": gradient_sum_error(torch.bfloat16, stored=torch.bfloat16)}
+    if dist.get_world_size() == 2:
+        results["orders"] = {f"{dispatch}, {policy}": order(dispatch, policy)
+                             for dispatch, policy in (("allgather", "none"), ("allgather", "selective"), ("alltoall", "none"))}
     leave(results)

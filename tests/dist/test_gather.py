@@ -5,6 +5,14 @@ import pytest
 from tests.dist.launch import torchrun
 
 
+BY_GATHER = {"forward": ["gather", "shared", "wait", "experts", "scatter", "wait"],
+             "backward": ["gather", "wait", "experts", "scatter", "shared", "wait"]}
+ORDERS = {  # the shared expert runs while tokens travel to the routed ones, and while the gradients of tokens come back
+    "allgather, none": BY_GATHER, "allgather, selective": BY_GATHER,
+    "alltoall, none": {"forward": ["exchange", "wait", "exchange", "shared", "wait", "experts", "exchange", "wait"],  # the first: sizes
+                       "backward": ["exchange", "wait", "experts", "exchange", "shared", "wait"]}}
+
+
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_gathered_equals_unsharded(processes: int) -> None:
     results = torchrun(processes, "tests.dist.gather_worker")
@@ -21,6 +29,7 @@ def test_gathered_equals_unsharded(processes: int) -> None:
     assert results["narrow_sum_error"] == 0  # those of bf16 parameters too
     if processes == 2:
         assert results["rounded_sum_error"] == 2.0**-9  # with parallel.reduce_dtype=bf16 in that
+        assert results["orders"] == ORDERS
     assert results["flags"] == {"any": True, "none": False, "every": True, "not_every": processes == 1, "objects": list(range(processes)),
                                 "first": ["rank 0"] * processes}
     if processes == 1:

@@ -190,15 +190,15 @@ def test_split_experts_compute_their_part(monkeypatch):
         half = slice(4 * rank, 4 * rank + 4)
         mine = {**w, "experts": {name: t[half] for name, t in w["experts"].items()}}
 
-        def routed(local, x, ids, weights, n_experts, group, dispatch, rank=rank):
+        def routed(local, x, ids, weights, n_experts, group, dispatch, beside, rank=rank):
             assert (n_experts, group, dispatch) == (8, "pair", "allgather")
             parts.append(local(x, ids - 4 * rank, weights))
-            return parts[-1]
+            return parts[-1], beside()
 
         monkeypatch.setattr(expert, "routed", routed)
         _, part_stats = moe.forward(mine, x, context(CFG, 26, padding=3, ep_group="pair"))
         assert torch.equal(part_stats["expert_load"], stats["expert_load"])
-    monkeypatch.setattr(expert, "routed", lambda *args: parts[0] + parts[1])
+    monkeypatch.setattr(expert, "routed", lambda *args: (parts[0] + parts[1], args[-1]()))
     joined, _ = moe.forward(mine, x, context(CFG, 26, padding=3, ep_group="pair"))
     torch.testing.assert_close(joined, whole, rtol=1e-5, atol=1e-5)
 
