@@ -7,7 +7,7 @@ shards' gradients. Tensors that nothing needs to move or cast are passed as they
 
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from parallel import sharding
 from parallel.collectives import all_gather_start, all_reduce, reduce_scatter, wait
 from parallel.mesh import Mesh
 from parallel.offload import to_host
+from parallel.reduction import Reduction, advance, finish_with_backward
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,13 @@ class FlatGroup:
                 flat = reduce_scatter(flat, self.shards)
             own = self.unpack_grads(widen(flat if self.copies is None else all_reduce(flat, self.copies)))
         return to_host(own) if self.fetched else own
+
+    def reduce_start(self, grads: Sequence[Tensor]) -> tuple[list[Tensor], list[Reduction]]:
+        """The same, whose numbers are there once what has begun is over."""
+        if self.fetched or (self.ranks == 1 and self.copies is None):
+            return self.reduce(grads), []
+        begun = Reduction.start(self.pack_grads(grads), self.shards if self.ranks > 1 else None, self.copies)
+        return self.unpack_grads(begun.total), [begun]
 
     def pack(self, shards: Sequence[Tensor]) -> Tensor:
         """This rank's contribution to the all-gather: its (padded) parts one after the other, cast."""
@@ -142,10 +150,12 @@ class Unit:
     :param together: also put together what is split over tp, for a pass without gradients whose every rank computes all
     :param sums: dtype in which gradients travel and are added up; None: fp32 or wider
     :param fetched: shards are on the host, and so are those of their gradients
+    :param used_later: whether a unit that comes later has some of the same parameters
     """
 
     def __init__(self, leaves: Sequence[P], mesh: Mesh, dtype: torch.dtype, reshard: Reshard, together: bool = False,
-                 sums: torch.dtype | None = None, fetched: bool = False):
+                 sums: torch.dtype | None = None, fetched: bool = False, used_later: bool = False):
+        self.used_later = used_later
         members: dict[Any, list[Member]] = {}
         groups: dict[Any, FlatGroup] = {}
         for index, p in enumerate(leaves):
@@ -180,12 +190,28 @@ class Unit:
 
     def reduce(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradient shards in the order of `moved` from whole gradients in the same order; None for frozen ones."""
-        parts = iter(grads)
         shards: list[Tensor | None] = []
-        for g in self.groups:
-            whole = [t for _, t in zip(g.members, parts, strict=False) if t is not None]
+        for g, whole in self._by_group(grads):
             shards += g.reduce(whole) if g.trained else [None] * len(g.members)
         return shards
+
+    def reduce_start(self, grads: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[Reduction]]:
+        """The same, whose numbers are there once what has begun is over."""
+        shards: list[Tensor | None] = []
+        under_way: list[Reduction] = []
+        for g, whole in self._by_group(grads):
+            if not g.trained:
+                shards += [None] * len(g.members)
+                continue
+            parts, begun = g.reduce_start(whole)
+            shards += parts
+            under_way += begun
+        return shards, under_way
+
+    def _by_group(self, grads: Sequence[Tensor | None]) -> Iterator[tuple[FlatGroup, list[Tensor]]]:
+        parts = iter(grads)
+        for g in self.groups:
+            yield g, [t for _, t in zip(g.members, parts, strict=False) if t is not None]
 
 
 def _member(index: int, p: P, where: sharding.Place, joined: bool) -> Member:
@@ -210,17 +236,29 @@ class Shared:
     last: bool = True  # whether this is the step's last micro-batch
     whole: dict[Unit, list[Tensor]] = field(default_factory=dict)
     pending: dict[Unit, list[Tensor | None]] = field(default_factory=dict)
+    under_way: list[Reduction] = field(default_factory=list)
 
     def reduce(self, unit: Unit, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Gradient shards; None for frozen parameters, and for all while they wait."""
+        """Gradient shards, whose numbers are there when the backward pass is over, or at once where a later unit has given some of the
+        same; None for frozen parameters, and for all while they wait for the last micro-batch."""
         if not self.defers:
-            return unit.reduce(grads)
+            return self._begin(unit, grads)
         before = self.pending.pop(unit, [None] * len(grads))
         total = [g if g is None else widen(g) if b is None else b + g for b, g in zip(before, grads, strict=True)]
         if self.last:
-            return unit.reduce(total)
+            return self._begin(unit, total)
         self.pending[unit] = total
         return [None] * len(total)
+
+    def _begin(self, unit: Unit, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        advance(self.under_way)
+        shards, begun = unit.reduce_start(grads)
+        self.under_way += begun
+        while self.under_way and unit.used_later:  # autograd adds what that unit gave
+            advance(self.under_way)
+        if self.under_way:
+            finish_with_backward(self.under_way)
+        return shards
 
 
 class Use:

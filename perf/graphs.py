@@ -34,7 +34,7 @@ def run(only: list[str], order: bool) -> tuple[dict[str, Any], bool]:
         waits = torchrun(processes, "perf.graphs_worker", "waits", *overrides, timeout_sec=3600, TRITON_INTERPRET="1")
         events = compiled.pop("order")
         if order:
-            show(f"{name}: a step", [{"what": what, "gathers under way": under_way} for what, under_way in events])
+            show(f"{name}: a step", [dict(zip(("what", "gathers under way", "sums under way"), event, strict=True)) for event in events])
         show(f"{name}: collectives inside a graph", [{"graph": graph, **ways} for graph, ways in compiled["collectives_in_graphs"].items()])
         results[name] = compiled | waits
     return results, all(good(name, result) for name, result in results.items())

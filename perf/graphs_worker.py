@@ -22,6 +22,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from configs.schema import Config
 from kernels import launch, linear_cross_entropy
 from model import speech_lm
+from parallel import reduction
+from parallel.collectives import wait
 from parallel.mesh import Mesh, make_mesh, start_processes
 from tests.dist.cells import Cell, batches
 from tests.dist.launch import leave
@@ -33,6 +35,7 @@ from training.telemetry import compilations
 ROOT = Path(__file__).resolve().parents[1]
 SENDS = re.compile(r"_c10d_functional::(all_gather|reduce_scatter|all_reduce|all_to_all|wait)\w*")
 GRAPH = "graph: "  # begins the name of the span in which a graph runs
+REDUCED = "a reduction is waited for"  # name of a span
 READS = ("item", "tolist", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__")  # what waits for a tensor's value
 
 
@@ -85,35 +88,34 @@ def compiled(cell: Cell) -> dict[str, Any]:
         state, _ = step(state, steps[0])
         before = compilations()
         state, _ = step(state, steps[1])
-        with profile(activities=[ProfilerActivity.CPU]) as trace:
+        with profile(activities=[ProfilerActivity.CPU]) as trace, mock.patch.object(reduction, "wait", record_function(REDUCED)(wait)):
             step(state, steps[2])
     events = timeline(sorted(trace.events(), key=lambda e: (e.time_range.start, -e.time_range.end)))
-    between = Counter(what for what, _ in events if not what.startswith(GRAPH))
-    runs = {way: [n for what, n in events if what.startswith(GRAPH) and what.endswith(way)] for way in ("forward", "backward")}
+    between = Counter(what for what, *_ in events if not what.startswith(GRAPH))
+    runs = {way: [counts for what, *counts in events if what.startswith(GRAPH) and what.endswith(way)] for way in ("forward", "backward")}
     return {
         "graphs": before, "breaks": sum(torch._dynamo.utils.counters["graph_break"].values()), "recompiles": compilations() - before,
         "collectives_per_layer": round((between["all_gather"] + between["reduce_scatter"] + between["all_reduce"]) / len(engine.order), 2),
         "collectives_in_graphs": recorder.collectives, "expert_layers": cfg.model.decoder.pattern.count("E"),
-        "graphs_with_a_gather_under_way": {way: f"{sum(map(bool, counts))} of {len(counts)}" for way, counts in runs.items()},
+        "graphs_with_a_gather_under_way": {way: f"{sum(g > 0 for g, _ in counts)} of {len(counts)}" for way, counts in runs.items()},
+        "graphs_with_a_reduction_under_way": f"{sum(r > 0 for _, r in runs['backward'])} of {len(runs['backward'])}",
         "order": events}
 
 
-def timeline(events: Sequence[Any]) -> list[tuple[str, int]]:
-    """What runs between the graphs, and the graphs as one each: with how many gathers have begun and are not yet waited for.
-
-    Gathers are waited for in the order in which they began, reductions at once.
-    """
-    found: list[tuple[str, int]] = []
-    under_way, last, inside = 0, "", 0.0
+def timeline(events: Sequence[Any]) -> list[tuple[str, int, int]]:
+    """What runs between the graphs, and the graphs as one each: with how many gathers, and how many sums of gradients, have begun and are
+    not yet waited for."""
+    found: list[tuple[str, int, int]] = []
+    gathers, reductions, inside = 0, 0, 0.0
     for event in events:
         sends = SENDS.fullmatch(event.name)
-        if event.time_range.start < inside or not (sends or event.name.startswith(GRAPH)):
+        if event.time_range.start < inside or not (sends or event.name.startswith((GRAPH, REDUCED))):
             continue
         what, inside = sends[1] if sends else event.name, event.time_range.end
-        under_way += (what == "all_gather") - (what == "wait" and last not in ("reduce_scatter", "all_reduce"))
-        if what != "wait":
-            found.append((what, under_way))
-        last = what
+        gathers += (what == "all_gather") - (what == "wait")
+        reductions += (what in ("reduce_scatter", "all_reduce")) - (what == REDUCED)
+        if what not in ("wait", REDUCED):
+            found.append((what, gathers, reductions))
     return found
 
 

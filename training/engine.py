@@ -54,13 +54,15 @@ class Engine:
         self.joined: dict[tuple[str, ...], Unit] = {}  # for passes that do not split layers over tp
         self.paths: dict[tuple[str, ...], list[str]] = {}
         self.trees: dict[tuple[str, ...], pytree.TreeSpec] = {}
-        for key in self.order:
+        last_use = {path: i for i, key in enumerate(self.order) for path in key}
+        for i, key in enumerate(self.order):
             subtrees = {path.rpartition(".")[2]: params.subtree(spec, path) for path in key}
             tree = subtrees if len(key) > 1 else params.subtree(spec, key[0])
             leaves, self.trees[key] = pytree.tree_flatten(tree)
             self.paths[key] = [f"{path}.{name}" for path in key for name, _ in params.named_leaves(params.subtree(spec, path))]
             keep = Reshard(False, False) if turns and key == self.order[-1] else reshard
-            self.units[key] = Unit(leaves, mesh, dtype, keep, sums=sums, fetched=fetched)
+            used_later = any(last_use[path] > i for path in key)
+            self.units[key] = Unit(leaves, mesh, dtype, keep, sums=sums, fetched=fetched, used_later=used_later)
             self.joined[key] = self.units[key] if mesh.tensor is None else Unit(leaves, mesh, dtype, keep, together=True, fetched=fetched)
         self._compiled: dict[Function, Function] = {}
         # about the transform in the features, which is a call into a library and no loss

@@ -239,8 +239,9 @@ def follow(meter: Meter, state: State, static: Engine, cfg: Config) -> None:
     if cfg.compile.enabled:
         static.function = Layers(meter, meter.load).function  # type: ignore[method-assign]
     for unit in {id(u): u for u in (*static.units.values(), *static.joined.values())}.values():
-        for name, purpose in (("start", "gathered weights"), ("finish", "gathered weights"), ("reduce", "gradients")):
-            setattr(unit, name, _within(meter, purpose, (name, *unit.groups), getattr(unit, name)))
+        for name in ("start", "finish"):
+            setattr(unit, name, _within(meter, "gathered weights", (name, *unit.groups), getattr(unit, name)))
+        unit.reduce_start = _within(meter, "gradients", None, unit.reduce_start)  # type: ignore[method-assign]
 
 
 @functools.cache
@@ -268,8 +269,11 @@ def _measured(meter: Meter, loss: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _within(meter: Meter, purpose: str, key: Hashable, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`key`: of calls that do the same; None where each must run, since it returns more than tensors."""
     def call(*args: Any) -> Any:
         with meter.within(purpose):
+            if key is None:
+                return function(*args)
             return meter.repeated(key, lambda: function(*args), tree_leaves(args))
 
     return call

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from configs.schema import CompileConfig, ParallelConfig
 from model import params
 from model.params import P
-from parallel import collectives, gather, sharding
+from parallel import collectives, gather, reduction, sharding
 from parallel.mesh import Mesh, make_mesh, start_processes
 from tests.dist.exchange_order import order
 from tests.dist.launch import leave
@@ -74,10 +75,14 @@ def errors(mesh: Mesh, loss: Tensor, grads: dict[str, Tensor]) -> dict[str, Any]
     """Of all ranks' losses together, and the largest of any parameter's gradient, whose shards are given."""
     total = collectives.sum_over_ranks(loss.detach().double().clone()).item()
     reference, expected = unsharded(mesh.world)
+    return {"loss_error": abs(total - reference) / reference, "gradient_error": gradient_error(mesh, grads, expected)}
+
+
+def gradient_error(mesh: Mesh, grads: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest of any parameter, of whose gradient the shards are given."""
     leaf = dict(params.named_leaves(spec()))
     full = {name: sharding.from_local(leaf[name], grad.contiguous(), mesh).full_tensor().double() for name, grad in grads.items()}
-    return {"loss_error": abs(total - reference) / reference,
-            "gradient_error": max(((full[n] - expected[n]).norm() / expected[n].norm()).item() for n in full)}
+    return max(((full[n] - expected[n]).norm() / expected[n].norm()).item() for n in full)
 
 
 def measure(reshard: bool, dtype: torch.dtype) -> dict[str, Any]:
@@ -162,6 +167,44 @@ def gradient_sum_error(dtype: torch.dtype, sums: torch.dtype | None = None, stor
     return (grad - (1 + (mesh.world - 1) * 2.0**-9)).abs().max().item()
 
 
+def measure_reductions() -> dict[str, Any]:
+    """The last unit has the parameters of the first too; what a reduction writes is there when it is waited for and not before."""
+    mesh, _, leaves = sharded(torch.float32, True, CompileConfig(enabled=False))
+    keys = [*((f"layers.{i}",) for i in range(LAYERS - 1)), (f"layers.{LAYERS - 1}", "layers.0")]
+    engine = Engine(spec(), keys, mesh, torch.float32, gather.Reshard(), CompileConfig(enabled=False))
+    events: list[str] = []
+    sums: dict[int, Tensor] = {}
+
+    def start(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        events.append("start")
+        begun = collectives.reduce_scatter_start(x, group)
+        sums[begun.untyped_storage()._cdata] = collectives.wait(begun).clone()
+        return begun.fill_(torch.nan)
+
+    def wait(x: Tensor) -> None:
+        events.append("wait")
+        x.copy_(sums.pop(x.untyped_storage()._cdata))
+
+    with mock.patch.object(reduction, "reduce_scatter_start", start), mock.patch.object(reduction, "wait", wait):
+        call, x, total = Pass(engine, leaves, SimpleNamespace(training=True)), own_input(), torch.zeros((), dtype=torch.float64)
+        for key in keys:
+            x = call(key, both if len(key) > 1 else layer, x)
+            x.register_hook(lambda grad: events.append("layer"))
+        grads = torch.autograd.grad(x.square().sum(), list(leaves.values()))
+    full = {name: params.draw(name, p, 0).double().requires_grad_() for name, p in params.named_leaves(spec())}
+    for rank in range(mesh.world):
+        x = torch.linspace(-1, 1, 4 * WIDTH).double().view(4, WIDTH) * (1 + rank)
+        for i in [*range(LAYERS - 1), LAYERS - 1, 0]:
+            x = layer({key: full[f"layers.{i}.{key}"] for key in ("norm", "up", "down", "shift")}, x, None)
+        total = total + x.square().sum()
+    expected = dict(zip(full, torch.autograd.grad(total, list(full.values())), strict=True))
+    return {"gradient_error": gradient_error(mesh, dict(zip(leaves, grads, strict=True)), expected), "events": events, "left": len(sums)}
+
+
+def both(w: dict[str, dict[str, Tensor]], x: Tensor, ctx: Any) -> Tensor:
+    return layer(w["0"], layer(w[str(LAYERS - 1)], x, ctx), ctx)
+
+
 class LiveMeter:
     """The largest number of uses whose gathered weights were in memory at once, by their storages; and how many units that gather again
     still had them when their gradients were reduced."""
@@ -169,7 +212,7 @@ class LiveMeter:
     def __enter__(self) -> "LiveMeter":
         self.uses: set[gather.Use] = set()
         self.most = self.late = 0
-        self.originals = gather.Use.start, gather.Use.finish, gather.Unit.reduce
+        self.originals = gather.Use.start, gather.Use.finish, gather.Unit.reduce_start
 
         def start(use: gather.Use) -> None:
             self.originals[0](use)
@@ -180,11 +223,11 @@ class LiveMeter:
             self.count(use)
             return whole
 
-        def reduce(unit: gather.Unit, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        def reduce_start(unit: gather.Unit, grads: Sequence[Tensor | None]) -> Any:
             self.late += unit.reshard and any(use.live for use in self.uses if use.unit is unit)
             return self.originals[2](unit, grads)
 
-        gather.Use.start, gather.Use.finish, gather.Unit.reduce = start, finish, reduce  # type: ignore[method-assign,assignment]
+        gather.Use.start, gather.Use.finish, gather.Unit.reduce_start = start, finish, reduce_start  # type: ignore[method-assign,assignment]
         return self
 
     def count(self, use: gather.Use) -> None:
@@ -192,7 +235,7 @@ class LiveMeter:
         self.most = max(self.most, sum(u.live for u in self.uses))
 
     def __exit__(self, *exc: object) -> None:
-        gather.Use.start, gather.Use.finish, gather.Unit.reduce = self.originals  # type: ignore[method-assign]
+        gather.Use.start, gather.Use.finish, gather.Unit.reduce_start = self.originals  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
@@ -210,6 +253,7 @@ if __name__ == "__main__":
                 "rounded_sum_error": gradient_sum_error(torch.bfloat16, torch.bfloat16),
                 "narrow_sum_error": gradient_sum_error(torch.bfloat16, stored=torch.bfloat16)}
     if dist.get_world_size() == 2:
+        results["reductions"] = measure_reductions()
         results["orders"] = {f"{dispatch}, {policy}": order(dispatch, policy)
                              for dispatch, policy in (("allgather", "none"), ("allgather", "selective"), ("alltoall", "none"))}
     leave(results)

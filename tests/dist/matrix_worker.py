@@ -69,6 +69,7 @@ def run(cell: Cell, precision: str) -> dict[str, Any]:
     engine = make_engine(cfg, mesh)
     rows = batches(cfg, cell)[mesh.dp_rank * cfg.train.accumulate :][: cfg.train.accumulate]
     comms = CommDebugMode()
+    comms.comm_registry.add(torch.ops._c10d_functional.all_reduce_)
     with nullcontext() if cell.compiled else comms:  # nothing compiles under such a mode
         first = make_gradients(cfg, mesh, engine)(state, rows)
     grads, row = whole(spec, first.grads, mesh), batches(cfg, cell)[0]
@@ -81,7 +82,7 @@ def run(cell: Cell, precision: str) -> dict[str, Any]:
         metrics.append(figures)
     return {"grads": grads, "losses": torch.stack([m["loss"].double() for m in metrics]), "norm": metrics[0]["grad_norm"].double(),
             "evaluated": evaluated, "params": whole(spec, state.params, mesh), "buffers": of_all_stages(state.buffers, mesh),
-            "collectives": {str(op).rpartition(".")[2]: n for op, n in comms.get_comm_counts().items()}}
+            "collectives": {str(op).rpartition(".")[2].rstrip("_"): n for op, n in comms.get_comm_counts().items()}}
 
 
 def unsplit_loss(cfg: Config, mesh: Mesh, engine: Engine, state: State, row: Batch) -> Tensor:

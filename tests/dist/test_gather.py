@@ -30,6 +30,10 @@ def test_gathered_equals_unsharded(processes: int) -> None:
     if processes == 2:
         assert results["rounded_sum_error"] == 2.0**-9  # with parallel.reduce_dtype=bf16 in that
         assert results["orders"] == ORDERS
+        assert results["reductions"]["gradient_error"] < 1e-5
+        assert results["reductions"]["left"] == 0
+        # behind the backward of one more layer; the first layer's at once, because autograd adds them to what the last had
+        assert results["reductions"]["events"] == ["layer", *["start", "layer", "wait"] * 4, "start", "wait"]
     assert results["flags"] == {"any": True, "none": False, "every": True, "not_every": processes == 1, "objects": list(range(processes)),
                                 "first": ["rank 0"] * processes}
     if processes == 1:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from perf.graphs import good
-from perf.graphs_worker import host_reads, timeline
+from perf.graphs_worker import REDUCED, host_reads, timeline
 
 SOUND: dict[str, Any] = {"breaks": 0, "recompiles": 0, "host_syncs": 0, "expert_layers": 2, "collectives_per_layer": 2.8,
                          "collectives_in_graphs": {"mamba.forward": {"forward": 2, "backward": 2}}}
@@ -45,8 +45,10 @@ def test_order_of_a_step() -> None:
         event("_c10d_functional::all_gather_into_tensor", 2, 3), event("graph: a, forward", 3, 9),
         event("_c10d_functional::all_to_all_single", 4, 5), event("_c10d_functional::wait_tensor", 5, 6),  # inside the graph
         event("aten::mm", 6, 7), event("_c10d_functional::wait_tensor", 10, 11), event("graph: b, backward", 11, 12),
-        event("_c10d_functional::reduce_scatter_tensor", 12, 13), event("_c10d_functional::wait_tensor", 13, 14)])
-    assert found == [("all_gather", 1), ("all_gather", 1), ("graph: a, forward", 1), ("graph: b, backward", 0), ("reduce_scatter", 0)]
+        event("_c10d_functional::reduce_scatter_tensor", 12, 13), event("graph: a, backward", 13, 14), event(REDUCED, 14, 16),
+        event("_c10d_functional::wait_tensor", 15, 16), event("_c10d_functional::all_reduce_", 16, 17), event(REDUCED, 17, 18)])
+    assert found == [("all_gather", 1, 0), ("all_gather", 1, 0), ("graph: a, forward", 1, 0), ("graph: b, backward", 0, 0),
+                     ("reduce_scatter", 0, 1), ("graph: a, backward", 0, 1), ("all_reduce", 0, 1)]
 
 
 @pytest.mark.parametrize(("name", "changes", "expected"), [
