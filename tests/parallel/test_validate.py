@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from configs.schema import Config, EncoderConfig, QFormerConfig, RowSize
-from parallel import validate as module
-from parallel.validate import AT_LEAST_ONE, CHOICES, NOT_NEGATIVE, RULES, SOUND, Environment, broken, main, validate, value
+from parallel.rules import SOUND, Environment, layout, model, value, values
+from parallel.rules.values import AT_LEAST_ONE, CHOICES, NOT_NEGATIVE
+from parallel.validate import RULES, broken, main, validate
 
 
 def sound() -> Config:
@@ -190,15 +191,15 @@ def test_all_violations_at_once() -> None:
 
 
 def test_every_sentence_has_an_example() -> None:
-    path = Path(str(module.__file__))
-    sentences = {node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Yield)}
-    reached: set[int] = set()
+    sentences = {(file, node.lineno) for file in (str(module.__file__) for module in (values, layout, model))
+                 for node in ast.walk(ast.parse(Path(file).read_text())) if isinstance(node, ast.Yield)}
+    files, reached = {file for file, _ in sentences}, set[tuple[str, int]]()
 
     def follow(frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename != str(path):
+        if frame.f_code.co_filename not in files:
             return None
         if event == "line":
-            reached.add(frame.f_lineno)
+            reached.add((frame.f_code.co_filename, frame.f_lineno))
         return follow
 
     sys.settrace(follow)
