@@ -5,11 +5,11 @@ The last gradient is taken at the weights that the run which wrote REFERENCE had
 by rounding, which a rectifier near its kink turns into a jump of the gradient.
 """
 
-import json
 import sys
 from collections import Counter
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from configs.schema import Config
 from data.packing import AUDIO, Example, pack_row
 from model import params, speech_lm
-from parallel import gather, sharding
+from parallel import gather, reduction, sharding
 from parallel.mesh import Mesh, make_mesh, start_processes
 from tests.dist.gather_worker import LiveMeter
 from tests.dist.launch import leave
@@ -42,15 +42,17 @@ def rows(cfg: Config, step: int) -> list[Batch]:
 
 
 class CollectiveMeter:
-    """Counts the data-parallel collectives of dense parameters, by patching what parallel.gather calls."""
+    """Counts the data-parallel collectives of dense parameters, by patching what gathers and reductions begin."""
+
+    CALLS = (gather, "all_gather_start"), (reduction, "reduce_scatter_start")
 
     def __init__(self, mesh: Mesh):
         self.dense, self.counts = mesh.dense.get_group(1), Counter[str]()
+        self.patches = [mock.patch.object(module, name, self._counted(name, getattr(module, name))) for module, name in self.CALLS]
 
     def __enter__(self) -> "CollectiveMeter":
-        self.originals = {name: getattr(gather, name) for name in ("all_gather_start", "reduce_scatter")}
-        for name, function in self.originals.items():
-            setattr(gather, name, self._counted(name, function))
+        for patch in self.patches:
+            patch.start()
         return self
 
     def _counted(self, name: str, function: Any) -> Any:
@@ -61,8 +63,8 @@ class CollectiveMeter:
         return call
 
     def __exit__(self, *exc: object) -> None:
-        for name, function in self.originals.items():
-            setattr(gather, name, function)
+        for patch in self.patches:
+            patch.stop()
 
 
 def whole(spec: dict[str, params.P], tensors: dict[str, Any], mesh: Mesh) -> dict[str, torch.Tensor]:
