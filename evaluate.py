@@ -26,6 +26,7 @@ from data.sources import validation_names, validation_source
 from data.tokenizer import Tokenizer, load_tokenizer
 from model import freezing
 from model.stages import own_spec
+from parallel import deepep
 from parallel.mesh import Mesh, make_mesh, start_processes
 from parallel.validate import Environment, validate
 from training import checkpoint, config, launch, manual
@@ -80,7 +81,7 @@ def configure(asked: EvaluateConfig, stored: dict[str, Any], command: list[str])
     cfg.generation = replace(cfg.generation, **asked_for)
     if asked.manifest is not None:
         cfg.data = replace(cfg.data, kind="manifest", validation={Path(asked.manifest).stem: asked.manifest})
-    problems = validate(cfg, Environment(launch.world(), " ".join(["evaluate.py", *command])))
+    problems = validate(cfg, Environment(launch.world(), " ".join(["evaluate.py", *command]), deepep.available()))
     if problems:
         launch.refuse(problems)
     if asked.audio is not None:

@@ -197,7 +197,7 @@ class ParallelConfig:
     cp_split: str = "row"  # row (cut as it is, nothing is padded) | document (each utterance is padded and cut: DualChunkSwap)
     tp: int = 1  # processes over which heads and hidden columns are split
     ep: int = 1  # processes over which the experts are split
-    ep_dispatch: str = "allgather"  # allgather (static shapes) | alltoall (fewer bytes, but waits for the device)
+    ep_dispatch: str = "allgather"  # allgather (static shapes) | alltoall (fewer bytes, but waits for the device) | deepep
     reshard_after_forward: bool = True  # free gathered weights after a layer's forward and gather them again in backward
     reshard_experts_after_forward: bool = True  # the same for the experts
     reduce_dtype: str = "fp32"  # of gradients on their way: fp32 (or wider) | bf16 (half the bytes, sums are rounded)

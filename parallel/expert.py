@@ -4,8 +4,9 @@ allgather: every rank sees the tokens of its group and computes the part that it
 back. All shapes are static, nothing syncs with the host, both directions are one collective. A token travels to ep - 1 ranks.
 alltoall: a token travels once to each rank that has one of its experts, at most top_k of them. How many tokens each pair of ranks exchanges
 is read on the host, once a layer and pass, because the sizes of the exchange depend on it.
+deepep: the same by another library (parallel/deepep.py).
 
-What needs no other rank runs beside the way out, and in backward beside the way back.
+With the first two, what needs no other rank runs beside the way out, and in backward beside the way back.
 """
 
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel import deepep
 from parallel.collectives import (
     all_gather_start,
     all_to_all,
@@ -37,10 +39,10 @@ def routed(experts: Experts, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, n
     """Each token's sum over its experts, wherever in the group they are [T, D], and what `beside` gives.
 
     :param ids_TK: expert numbers; n_experts and more stand for none
-    :param dispatch: allgather | alltoall
+    :param dispatch: allgather | alltoall | deepep
     :param beside: called while tokens are on their way
     """
-    function = {"allgather": _by_all_gather, "alltoall": _by_all_to_all}[dispatch]
+    function = {"allgather": _by_all_gather, "alltoall": _by_all_to_all, "deepep": _by_deepep}[dispatch]
     return function(experts, x_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous(), n_experts // group.size(), group, beside)
 
 
@@ -83,6 +85,13 @@ def _by_all_to_all(experts: Experts, x_TD: Tensor, ids_TK: Tensor, weights_TK: T
     x_RD, weights_RK = (exchange_wait_grad(t, group, p.received, p.sent) for t in begun)
     y_RD = experts(x_RD, wait(ids) - group.rank() * n_local, weights_RK)
     return combine(all_to_all_grad(y_RD.contiguous(), group, p.sent, p.received), p.token_R, p.slots_TW), own
+
+
+def _by_deepep(experts: Experts, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, n_local: int, group: ProcessGroup,
+               beside: Callable[[], Result]) -> tuple[Tensor, Result]:
+    x_RD, ids_RK, weights_RK, key = deepep.dispatch(x_TD, ids_TK, weights_TK, n_local * group.size(), group)
+    y_RD = experts(x_RD, ids_RK, weights_RK)
+    return deepep.combine(y_RD.contiguous(), key, len(x_TD), group), beside()
 
 
 def spread(x_TD: Tensor, token_R: Tensor, slots_TW: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from configs.schema import ParallelConfig
+from parallel import deepep
 from parallel.names import zero_stage
 
 
@@ -159,6 +160,7 @@ def start_processes(device: torch.device) -> None:
 
 def stop_processes() -> None:
     """Leave torch.distributed."""
+    deepep.release()
     dist.destroy_process_group()
 
 

@@ -22,10 +22,10 @@ def broken(example: Example) -> list[str]:
     """What is said about an example."""
     cfg = copy.deepcopy(SOUND)
     for key, new in example.items():
-        if key != "world":
+        if key not in ("world", "deep_ep"):
             parent, _, name = key.rpartition(".")
             setattr(value(cfg, parent) if parent else cfg, name, new)
-    return validate(cfg, Environment(int(str(example.get("world", 1))), "train.py +experiment=NAME"))
+    return validate(cfg, Environment(int(str(example.get("world", 1))), "train.py +experiment=NAME", "deep_ep" in example))
 
 
 def main(arguments: list[str]) -> int:

@@ -21,7 +21,7 @@ from kernels.linear import libraries, use_libraries
 from model import params, speech_lm
 from model.lengths import FRAME_SEC
 from model.stages import own_spec, own_stages, stages, waiting
-from parallel import sharding
+from parallel import deepep, sharding
 from parallel.collectives import from_first_rank, wait_for_all
 from parallel.mesh import Mesh, make_mesh, start_processes, stop_processes
 from parallel.names import zero_stage
@@ -77,7 +77,7 @@ def configure(arguments: Sequence[str]) -> tuple[Config, torch.device]:
     """A configuration that can run, checked before any process group or GPU is taken."""
     try:
         cfg, problems = config.load(arguments)
-        environment = Environment(world(), " ".join(["train.py", *arguments]))
+        environment = Environment(world(), " ".join(["train.py", *arguments]), deepep.available())
         problems += validate(cfg, environment)
         if not problems:
             check_run_dir(cfg.run_dir)

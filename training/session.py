@@ -12,6 +12,7 @@ from model import lora
 from model.hub.load import read_config
 from model.hub.save import save
 from model.params import P
+from parallel import deepep
 from parallel.mesh import Mesh, make_mesh, start_processes
 from parallel.validate import Environment, validate
 from training import config, evaluation, launch
@@ -65,7 +66,7 @@ def start(overrides: Sequence[str]) -> tuple[Session, State]:
     :raises ConfigError: with a sentence for everything that cannot run
     """
     cfg, problems = config.load(overrides)
-    problems += validate(cfg, Environment(launch.world(), "train.py"))
+    problems += validate(cfg, Environment(launch.world(), "train.py", deepep.available()))
     if problems:
         raise ConfigError("; ".join(problems))
     device = launch.pick_device()

@@ -16,10 +16,11 @@ class Environment:
 
     world: int = 1  # processes
     command: str = "train.py"  # as typed, without the launcher
+    deep_ep: bool = False  # whether the package is installed beside a GPU
 
 
 Check = Callable[[Config, Environment], Iterator[str]]
-Example = Mapping[str, object]  # what is changed in SOUND, and "world"
+Example = Mapping[str, object]  # what is changed in SOUND, and "world" and "deep_ep" of the environment
 SOUND = Config(run_dir="runs/x")  # breaks no rule on one process
 SOUND.data.rows = [RowSize(tokens=100, audio_frames=90, utterances=4, utterance_frames=40, label_tokens=20)]
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 from configs.schema import Config
+from parallel import deepep
 from parallel.names import ZERO_STAGES, offloaded, schedule, zero_stage
 from parallel.pipeline import rounds
 from parallel.rules import Environment, rule, value
@@ -122,6 +123,23 @@ def dtypes(cfg: Config, environment: Environment) -> Iterator[str]:
         yield f"optimizer.master_dtype=bf16 is narrower than precision={cfg.precision}, which computes with them; choose fp32"
     if cfg.compile.enabled and cfg.compile.scope == "step":
         yield "optimizer.master_dtype=bf16 would round gradients in the graph of compile.scope=step; choose fp32, or compile.scope=layer"
+
+
+@rule({"parallel.ep": 2, "parallel.ep_dispatch": "deepep", "world": 2},
+      {"parallel.ep": 2, "parallel.ep_dispatch": "deepep", "precision": "fp32", "world": 2, "deep_ep": True},
+      {"parallel.ep": 12, "parallel.ep_dispatch": "deepep", "model.decoder.n_experts": 12, "world": 12, "deep_ep": True})
+def dispatch(cfg: Config, environment: Environment) -> Iterator[str]:
+    """What DeepEP's kernels are made for."""
+    p = cfg.parallel
+    if p.ep < 2 or p.ep_dispatch != "deepep":
+        return
+    if not environment.deep_ep:
+        yield "parallel.ep_dispatch=deepep needs the package deep_ep and an NVIDIA GPU, which are not here; choose alltoall"
+    if cfg.precision != "bf16":
+        yield f"parallel.ep_dispatch=deepep sends bf16 alone and precision={cfg.precision}; choose bf16, or alltoall"
+    if p.ep not in deepep.RANKS:
+        sizes = ", ".join(map(str, deepep.RANKS))
+        yield f"parallel.ep_dispatch=deepep is not made for parallel.ep={p.ep}; choose one of {sizes}, or alltoall"
 
 
 @rule({"parallel.cp": 8, "world": 8},

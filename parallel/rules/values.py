@@ -15,7 +15,7 @@ CHOICES = {
     "data.on_too_long": ("fail", "skip"),
     "model.encoder.kind": ("fastconformer", "whisper", "whisper_30s", "glm_asr", "glm_asr_30s"),
     "parallel.cp_split": ("row", "document"),
-    "parallel.ep_dispatch": ("allgather", "alltoall"),
+    "parallel.ep_dispatch": ("allgather", "alltoall", "deepep"),
     "parallel.reduce_dtype": ("fp32", "bf16"),
     "optimizer.master_dtype": ("fp32", "bf16"),
     "optimizer.moment_dtype": ("fp32", "bf16"),

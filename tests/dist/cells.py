@@ -95,12 +95,7 @@ def cells() -> list[Cell]:
         Cell("zero 2, optimizer on the host", 2, {"zero_stage": 2, "offload": "offload_optimizer"}),
         Cell("ep 2, parameters on the host", 2, {"ep": 2, "offload": "offload_param", "defer_grad_sync": False}),
         Cell("hsdp 2 x 1, tp 2, ep 2, parameters on the host", 4, {"dp_replicate": 2, "tp": 2, "ep": 2, "offload": "parameters"}, quick=True),
-        Cell("ep 2, all to all", 2, {"ep": 2, "ep_dispatch": "alltoall"}),
-        Cell("ep 2, all to all, experts without a token", 2, {"ep": 2, "ep_dispatch": "alltoall"}, starved=True),
-        Cell("ep 4", 4, {"ep": 4}),
-        Cell("ep 4, all to all", 4, {"ep": 4, "ep_dispatch": "alltoall"}),
-        Cell("dp 4, ep 2, all to all, experts without a token", 4, {"ep": 2, "ep_dispatch": "alltoall"}, starved=True, quick=True),
-        Cell("dp 4, ep 2", 4, {"ep": 2}, quick=True),
+        *dispatches(),
         Cell("hsdp 2 x 2", 4, {"dp_replicate": 2}, quick=True),
         Cell("hsdp 2 x 2, zero 2", 4, {"dp_replicate": 2, "zero_stage": 2}, rows=8),
         Cell("hsdp 2 x 2, gradients reduced once", 4, {"dp_replicate": 2, "defer_grad_sync": True}, rows=8),
@@ -149,8 +144,23 @@ def cells() -> list[Cell]:
         *compiled(2, "step", {"zero 3": {}, "zero 0": {"zero_stage": 0}, "ep 2": {"ep": 2}, "tp 2": {"tp": 2}, "cp 2": {"cp": 2}}),
         Cell("ep 2, recomputed, graphs of a layer", 2, {"ep": 2}, own=CHECKPOINTED, compiled="layer"),
         Cell("tp 2, recomputed but for exchanges, graphs of a layer", 2, {"tp": 2}, own=SELECTIVE, compiled="layer"),
+        *compiled(2, "layer", {"ep 2, DeepEP": {"ep": 2, "ep_dispatch": "deepep"}}),
         *compiled(2, "step", {"ep 2, all to all": {"ep": 2, "ep_dispatch": "alltoall"}}),
         *compiled(4, "layer", {"hsdp 2 x 2, ep 2": {"dp_replicate": 2, "ep": 2}, "cp 2, tp 2, ep 4": {"cp": 2, "tp": 2, "ep": 4}}),
+    ]
+
+
+def dispatches() -> list[Cell]:
+    """Cells whose tokens travel to experts, by each dispatch."""
+    return [
+        Cell("ep 2, all to all", 2, {"ep": 2, "ep_dispatch": "alltoall"}),
+        Cell("ep 2, all to all, experts without a token", 2, {"ep": 2, "ep_dispatch": "alltoall"}, starved=True),
+        Cell("ep 4", 4, {"ep": 4}),
+        Cell("ep 4, all to all", 4, {"ep": 4, "ep_dispatch": "alltoall"}),
+        Cell("dp 4, ep 2, all to all, experts without a token", 4, {"ep": 2, "ep_dispatch": "alltoall"}, starved=True, quick=True),
+        Cell("dp 4, ep 2", 4, {"ep": 2}, quick=True),
+        Cell("ep 4, DeepEP", 4, {"ep": 4, "ep_dispatch": "deepep"}, quick=True),
+        Cell("ep 2, DeepEP, experts without a token", 2, {"ep": 2, "ep_dispatch": "deepep"}, starved=True),
     ]
 
 

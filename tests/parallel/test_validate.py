@@ -105,6 +105,9 @@ def test_sizes_below_their_least(key: str, least: int) -> None:
      r"^model.decoder.mlp_ffn=30 is not a multiple of 4"),
     ({"parallel.tp": 4, "model.decoder.pattern": "E", "model.decoder.shared_ffn": 30, "data.rows": [RowSize(104, 90, 4, 40, 20)]}, 4,
      r"^model.decoder.shared_ffn=30 is not a multiple of 4"),
+    ({"parallel.ep": 2, "parallel.ep_dispatch": "deepep"}, 2,
+     r"^parallel.ep_dispatch=deepep needs the package deep_ep and an NVIDIA GPU, which are not here; choose alltoall$"),
+    ({"parallel.ep_dispatch": "deepep"}, 1, None),  # nothing is sent
     ({"parallel.zero_stage": 0, "parallel.dp_replicate": 2}, 4, r"^parallel.dp_replicate=2 has no meaning with parallel.zero_stage=0"),
     ({"parallel.zero_stage": "zero"}, 1, r"^parallel.zero_stage=zero is no zero stage; choose 0, 1, 2, 3 or one of ddp, fsdp2, "),
     ({"parallel.zero_stage": 4}, 1, r"^parallel.zero_stage=4 is no zero stage"),
@@ -181,6 +184,17 @@ def test_rules(changes: dict[str, object], world: int, pattern: str | None) -> N
         return
     (sentence,) = check(cfg, world)
     assert re.search(pattern, sentence), sentence
+
+
+def test_deepep_where_it_is_installed() -> None:
+    cfg = sound()
+    cfg.parallel.ep, cfg.parallel.ep_dispatch = 2, "deepep"
+    assert validate(cfg, Environment(2, "", deep_ep=True)) == []
+    cfg.parallel.ep = cfg.model.decoder.n_experts = 12
+    cfg.precision = "fp32"
+    wrong_dtype, wrong_ranks = validate(cfg, Environment(12, "", deep_ep=True))
+    assert wrong_dtype == "parallel.ep_dispatch=deepep sends bf16 alone and precision=fp32; choose bf16, or alltoall"
+    assert wrong_ranks.startswith("parallel.ep_dispatch=deepep is not made for parallel.ep=12; choose one of 2, 4, 8, 16, ")
 
 
 def test_all_violations_at_once() -> None:
