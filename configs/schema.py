@@ -226,7 +226,7 @@ class TrainConfig:
 
     steps: int = 100000  # optimizer steps; also the length of the schedule
     accumulate: int = 1  # micro-batches a step on each rank
-    activation_checkpointing: str = "none"  # decoder layers, in backward: none | selective (all but attention, scan, exchanges) | full
+    activation_checkpointing: str = "none"  # of decoder layers: none | selective | full | a share between 0 and 1 that compiled ones keep
     activation_checkpointing_encoder: str = "none"  # the same for the encoder
     ctc_weight: float = 0.0  # weight of the auxiliary CTC loss on the encoder; 0: no CTC head
     log_every: int = 10  # steps between log lines

@@ -88,3 +88,11 @@ def schedule(value: str) -> str:
     if name not in SCHEDULES:
         raise ValueError(f"{value} is no schedule of a pipeline; choose one of {', '.join(dict.fromkeys(SCHEDULES.values()))}")
     return SCHEDULES[name]
+
+
+def kept_share(policy: str) -> float | None:
+    """The number that a policy of activation checkpointing is; None for one with a name."""
+    try:
+        return float(policy)
+    except ValueError:
+        return None

@@ -20,7 +20,8 @@ from model import params
 from model.params import Tree
 from parallel.gather import Reshard, Shared, Unit, Use, gather_traced
 from parallel.mesh import Mesh
-from training.recompute import recomputed
+from parallel.names import kept_share
+from training.recompute import recomputed, within_budget
 
 RECOMPILE_LIMIT = 64  # graphs a function: row sizes x (training, evaluation)
 
@@ -65,6 +66,7 @@ class Engine:
             self.units[key] = Unit(leaves, mesh, dtype, keep, sums=sums, fetched=fetched, used_later=used_later)
             self.joined[key] = self.units[key] if mesh.tensor is None else Unit(leaves, mesh, dtype, keep, together=True, fetched=fetched)
         self._compiled: dict[Function, Function] = {}
+        self.shares: dict[Function, float] = {}  # of functions whose compiler chooses what to keep
         # about the transform in the features, which is a call into a library and no loss
         warnings.filterwarnings("ignore", message="Torchinductor does not support code generation for complex operators")
         name_cached_graphs()
@@ -75,14 +77,20 @@ class Engine:
     def bound(self, fn: Function, key: tuple[str, ...]) -> Function:
         """`fn` as this unit runs it."""
         policy = next((policy for start, policy in self.recompute.items() if key[0].startswith(start)), "none")
-        return self.bind(fn) if policy == "none" else recomputed(self.bind(fn), policy)
+        if policy == "none":
+            return self.bind(fn)
+        made, share = recomputed(self.bind(fn), policy), kept_share(policy)
+        if share is not None:
+            self.shares[made] = share
+        return made
 
     def function(self, fn: Function) -> Function:
         """`fn`, compiled the first time it is asked for."""
         if not self.compile.enabled or self.compile.scope == "step":
             return fn
         if fn not in self._compiled:
-            self._compiled[fn] = torch.compile(fn, fullgraph=True, dynamic=False)
+            made = torch.compile(fn, fullgraph=True, dynamic=False)
+            self._compiled[fn] = within_budget(made, self.shares[fn]) if fn in self.shares else made
         return self._compiled[fn]
 
 

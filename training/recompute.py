@@ -9,8 +9,12 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+import torch._functorch.config
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from parallel.names import kept_share
 
 # A second choice could differ from the first where experts are nearly tied, and the gradient would belong to another function.
 CHOICES = ("topk", "sort", "argsort")
@@ -28,16 +32,27 @@ def kept(policy: str, operator: Any) -> bool:
     name = name.partition(".")[0]
     if name in CHOICES:
         return True
-    return policy == "selective" and (namespace in COLLECTIVES or (namespace == "reedling" and name.startswith(KERNELS)))
+    return policy != "full" and (namespace in COLLECTIVES or (namespace == "reedling" and name.startswith(KERNELS)))
 
 
 def _decide(policy: str, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if kept(policy, operator) else CheckpointPolicy.PREFER_RECOMPUTE
+    if kept(policy, operator):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE if kept_share(policy) is None else CheckpointPolicy.PREFER_SAVE
+
+
+def within_budget(compiled: Function, share: float) -> Function:
+    """A compiled function whose partitioner keeps that share of what it would keep beyond the inputs, and computes the rest again."""
+    def run(*arguments: Any) -> Any:
+        with torch._functorch.config.patch(activation_memory_budget=share):  # it compiles when it is called
+            return compiled(*arguments)
+
+    return run
 
 
 @functools.cache
 def recomputed(fn: Function, policy: str) -> Function:
-    """`fn(weights, *inputs)`, of which backward computes again what the policy, selective or full, does not keep."""
+    """`fn(weights, *inputs)`, of which backward computes again what the policy, selective, full or a number, does not keep."""
     contexts = functools.partial(create_selective_checkpoint_contexts, functools.partial(_decide, policy))
 
     def run(w: Any, *inputs: Any) -> Any:

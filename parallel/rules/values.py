@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from configs.schema import Config
+from parallel.names import kept_share
 from parallel.rules import Environment, rule, value
 
 CHOICES = {
@@ -19,8 +20,6 @@ CHOICES = {
     "parallel.reduce_dtype": ("fp32", "bf16"),
     "optimizer.master_dtype": ("fp32", "bf16"),
     "optimizer.moment_dtype": ("fp32", "bf16"),
-    "train.activation_checkpointing": ("none", "selective", "full"),
-    "train.activation_checkpointing_encoder": ("none", "selective", "full"),
     "model.encoder.conv_norm": ("batch_norm", "layer_norm"),
     "model.decoder.activation": ("relu2", "swiglu"),
     "model.decoder.router": ("sigmoid", "softmax"),
@@ -61,6 +60,21 @@ def choices(cfg: Config, environment: Environment) -> Iterator[str]:
             yield f"precision={cfg.precision} needs a loss scaler, which is not here; choose bf16, which needs none and is as fast"
         elif value(cfg, key) not in CHOICES[key]:
             yield f"{key}={value(cfg, key)} is unknown; choose one of {', '.join(CHOICES[key])}"
+
+
+@rule({"train.activation_checkpointing": "some"},
+      {"train.activation_checkpointing": "1.5"},
+      {"train.activation_checkpointing_encoder": "0.5", "compile.enabled": False})
+def recomputation(cfg: Config, environment: Environment) -> Iterator[str]:
+    for key in ("train.activation_checkpointing", "train.activation_checkpointing_encoder"):
+        policy = str(value(cfg, key))
+        share = kept_share(policy)
+        if policy in ("none", "selective", "full"):
+            continue
+        if share is None or not 0 < share < 1:
+            yield f"{key}={policy} is unknown; choose none, selective, full, or a number between 0 and 1"
+        elif not cfg.compile.enabled or cfg.compile.scope != "layer":
+            yield f"{key}={policy} is a share that compiled layers keep; choose compile.enabled=true with compile.scope=layer, or selective"
 
 
 @rule({"train.accumulate": 0})

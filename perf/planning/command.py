@@ -12,6 +12,7 @@ from typing import Any
 
 from configs.schema import Config
 from model import params, speech_lm
+from parallel.names import kept_share
 from parallel.validate import Environment, validate
 from perf.planning import planner
 from perf.planning.machines import GIB, LINKS, MACHINES, PRODUCTS, RESERVED_BYTES, Machine
@@ -104,6 +105,9 @@ def read(own: Mapping[str, str], overrides: Sequence[str]) -> tuple[Config, int,
             raise Refused(f"{key}={own[key]} is no number of {'ranks' if key == 'world' else 'tokens'}; give one of at least 1")
     if cfg.compile.enabled and cfg.compile.scope == "step":
         raise Refused("compile.scope=step makes one graph of a step, which is not planned; choose compile.scope=layer")
+    for key in ("activation_checkpointing", "activation_checkpointing_encoder"):
+        if kept_share(getattr(cfg.train, key)) is not None:
+            raise Refused(f"train.{key}={getattr(cfg.train, key)} lets the compiler choose, which is not planned; choose selective")
     if offload_of(cfg) != "none":
         raise Refused(f"parallel.offload={cfg.parallel.offload} keeps state on the host, which is not planned; choose none")
     if "row" in own:

@@ -108,6 +108,12 @@ def test_sizes_below_their_least(key: str, least: int) -> None:
     ({"parallel.ep": 2, "parallel.ep_dispatch": "deepep"}, 2,
      r"^parallel.ep_dispatch=deepep needs the package deep_ep and an NVIDIA GPU, which are not here; choose alltoall$"),
     ({"parallel.ep_dispatch": "deepep"}, 1, None),  # nothing is sent
+    ({"train.activation_checkpointing": "all"}, 1,
+     r"^train.activation_checkpointing=all is unknown; choose none, selective, full, or a number between 0 and 1$"),
+    ({"train.activation_checkpointing_encoder": "1.0"}, 1, r"^train.activation_checkpointing_encoder=1.0 is unknown"),
+    ({"train.activation_checkpointing": "0.3"}, 1, None),
+    ({"train.activation_checkpointing": "0.3", "compile.scope": "step"}, 1,
+     r"^train.activation_checkpointing=0.3 is a share that compiled layers keep; choose compile.enabled=true with compile.scope=layer, or"),
     ({"parallel.zero_stage": 0, "parallel.dp_replicate": 2}, 4, r"^parallel.dp_replicate=2 has no meaning with parallel.zero_stage=0"),
     ({"parallel.zero_stage": "zero"}, 1, r"^parallel.zero_stage=zero is no zero stage; choose 0, 1, 2, 3 or one of ddp, fsdp2, "),
     ({"parallel.zero_stage": 4}, 1, r"^parallel.zero_stage=4 is no zero stage"),
