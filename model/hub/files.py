@@ -32,7 +32,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 @contextmanager
 def opened(path: Path) -> Iterator[Source]:
     """The tensors of a folder or of a .nemo file, which is unpacked for as long as it is open, or is already."""
-    if (path / NEMO_WEIGHTS).exists():
+    if is_unpacked(path):
         yield StateDict(path / NEMO_WEIGHTS)
     elif path.suffix == ".nemo":
         with tempfile.TemporaryDirectory() as folder:
@@ -46,7 +46,7 @@ def opened(path: Path) -> Iterator[Source]:
 def read_content(path: Path) -> dict[str, Any]:
     """config.json of a folder (with the language model's beside a SALM's), or model_config.yaml of a .nemo file, unpacked or not."""
     try:
-        if (path / NEMO_CONFIG).exists():
+        if is_unpacked(path):
             content = _nemo_content(path / NEMO_CONFIG)
         elif path.suffix == ".nemo":
             with tempfile.TemporaryDirectory() as folder:
@@ -58,6 +58,11 @@ def read_content(path: Path) -> dict[str, Any]:
         raise HubError(f"the configuration of {path} cannot be read ({error}); give the folder of a published checkpoint or a .nemo file") \
             from error
     return content
+
+
+def is_unpacked(path: Path) -> bool:
+    """Whether a folder is what a .nemo file unpacks to; where a config.json stands beside, that says what the folder is."""
+    return (path / NEMO_CONFIG).exists() and not (path / "config.json").exists()
 
 
 def _nemo_content(path: Path) -> dict[str, Any]:
