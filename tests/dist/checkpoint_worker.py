@@ -8,6 +8,9 @@ import json
 import sys
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -32,6 +35,8 @@ SPEC = {
     "mean": P((6,), ("embed",), kind="buffer"),
 }
 
+# bytes of a checkpoint of two stages with tp 2: one, five, eight, experts and a table of 8 rows; three, eight and the buffer
+NEEDED = 4 * (3 * (1 + 10 + 1024 + 84 + 48) + 3 * (6 + 1024) + 6)
 CONFIG = {"model": {"decoder": {"vocab_size": VOCABULARY}}}
 
 
@@ -48,14 +53,26 @@ def whole(s: State) -> dict[str, torch.Tensor]:
     return sharded | {f"buffers.{n}": t for n, t in s.buffers.items()}
 
 
+def save_with_space(free: int, run_dir: Path, s: State, mesh: Mesh) -> str | None:
+    """Saves on a disk with that many bytes free; why not, where that fails."""
+    try:
+        with mock.patch("shutil.disk_usage", lambda path: SimpleNamespace(free=free)):
+            checkpoint.save(run_dir, s, {"position": mesh.rank}, mesh, 2, CONFIG)
+    except checkpoint.CheckpointError as error:
+        return str(error)
+    return None
+
+
 def main() -> None:
     mode, run_dir, stages = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     start_processes(torch.device("cpu"))
     ranks = dist.get_world_size() // stages
     mesh = make_mesh(ParallelConfig(pp=stages, ep=2 if ranks % 2 == 0 else 1, tp=ranks if ranks % 2 == 0 else 1), torch.device("cpu"))
-    saved, result = state(0, 7, mesh), {}
+    saved = state(0, 7, mesh)
+    result: dict[str, Any] = {}
     if mode == "save":
-        checkpoint.save(run_dir, saved, {"position": mesh.rank}, mesh, 2, CONFIG)
+        ended = [save_with_space(free, run_dir, saved, mesh) for free in (int(1.05 * NEEDED) - 1, int(1.05 * NEEDED) + 1)]
+        result = {"refused": [error is not None for error in ended]}
     else:
         path = checkpoint.newest(run_dir)
         assert path is not None

@@ -167,6 +167,17 @@ def gradient_sum_error(dtype: torch.dtype, sums: torch.dtype | None = None, stor
     return (grad - (1 + (mesh.world - 1) * 2.0**-9)).abs().max().item()
 
 
+def joined_error(zero_stage: int) -> float:
+    """Of what tp splits along either dimension, and of what it does not, put together for passes whose every rank computes all."""
+    mesh = make_mesh(ParallelConfig(tp=2, zero_stage=zero_stage), torch.device("cpu"))
+    leaves = [P((6, 5), ("vocab", "embed"), std=1.0), P((5, 4), ("embed", "hidden"), std=1.0), P((3, 5), ("ffn", "embed"), std=1.0)]
+    full = [params.draw(str(i), p, 0) for i, p in enumerate(leaves)]
+    shards = sharding.local({str(i): sharding.shard(p, t, mesh) for i, (p, t) in enumerate(zip(leaves, full, strict=True))})
+    whole = gather.Use(gather.Unit(leaves, mesh, torch.float32, gather.Reshard(), together=True), list(shards.values())).weights()
+    assert [t.shape for t in whole] == [t.shape for t in full]
+    return max((t - expected).abs().max().item() for t, expected in zip(whole, full, strict=True))
+
+
 def measure_reductions() -> dict[str, Any]:
     """The last unit has the parameters of the first too; what a reduction writes is there when it is waited for and not before."""
     mesh, _, leaves = sharded(torch.float32, True, CompileConfig(enabled=False))
@@ -254,6 +265,7 @@ if __name__ == "__main__":
                 "narrow_sum_error": gradient_sum_error(torch.bfloat16, stored=torch.bfloat16)}
     if dist.get_world_size() == 2:
         results["reductions"] = measure_reductions()
+        results["joined_errors"] = [joined_error(zero_stage) for zero_stage in (0, 3)]
         results["orders"] = {f"{dispatch}, {policy}": order(dispatch, policy)
                              for dispatch, policy in (("allgather", "none"), ("allgather", "selective"), ("alltoall", "none"))}
     leave(results)

@@ -1,5 +1,7 @@
-"""Under torchrun with 2 processes that share their rows: what each rank got, how often each read, and what ended the reading."""
+"""Under torchrun with 4 processes, of which those of two stages share their rows: what each rank got, how often each read, and what ended
+the reading."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,10 +29,12 @@ def batch(number: int) -> dict[str, Any]:
 
 def main() -> None:
     start_processes(torch.device("cpu"))
-    mesh, reads = make_mesh(ParallelConfig(cp=2), torch.device("cpu")), []
+    mesh, reads = make_mesh(ParallelConfig(pp=2), torch.device("cpu")), []
+    own = range(mesh.rank % 2, mesh.rank % 2 + BATCHES)  # stages are outermost, so that ranks r and r + 2 have row r
 
-    def counted(end: Callable[[], None]) -> Iterator[dict[str, Any]]:
-        for number in range(BATCHES):
+    def counted(end: Callable[[], None], first: int, ranks: int) -> Iterator[dict[str, Any]]:
+        assert ranks == 2
+        for number in range(first, first + BATCHES):
             reads.append(number)
             yield batch(number)
         end()
@@ -41,22 +45,21 @@ def main() -> None:
         return end
 
     got: dict[str, Any] = {"equal": [], "ends": []}
-    for made, expected in zip(read_once(lambda *place: counted(lambda: None), mesh), map(batch, range(BATCHES)), strict=True):
+    for made, expected in zip(read_once(functools.partial(counted, lambda: None), mesh), map(batch, own), strict=True):
         same = [torch.equal(made[name], value) and made[name].dtype == value.dtype if isinstance(value, torch.Tensor)
                 else made[name] == value for name, value in expected.items()]
         got["equal"].append(all(same) and made.keys() == expected.keys())
-    for open_rows in (lambda *place: counted(fail(DataError("a.wav is empty; repair it"))),
+    for open_rows in (functools.partial(counted, fail(DataError("a.wav is empty; repair it"))),
                       fail(DataError("two utterances for three processes")),
-                      lambda *place: counted(fail(UtteranceError("too_long", "b.wav is too long"))),
-                      lambda *place: counted(fail(KeyError("x")))):
+                      functools.partial(counted, fail(UtteranceError("too_long", "b.wav is too long"))),
+                      functools.partial(counted, fail(KeyError("x")))):
         before = len(reads)
         try:
             for _ in read_once(open_rows, mesh):
                 pass
         except Exception as error:
             got["ends"].append([type(error).__name__, str(error), len(reads) - before])
-    both = gather_objects(got | {"reads": len(reads)})
-    leave(both)
+    leave(gather_objects(got | {"reads": len(reads)}))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ def test_gathered_equals_unsharded(processes: int) -> None:
     assert results["narrow_sum_error"] == 0  # those of bf16 parameters too
     if processes == 2:
         assert results["rounded_sum_error"] == 2.0**-9  # with parallel.reduce_dtype=bf16 in that
+        assert results["joined_errors"] == [0, 0]
         assert results["orders"] == ORDERS
         assert results["reductions"]["gradient_error"] < 1e-5
         assert results["reductions"]["left"] == 0

@@ -5,12 +5,12 @@ from tests.dist.rows_worker import BATCHES
 
 
 def test_rows_are_read_once_and_errors_reach_every_rank() -> None:
-    reader, other = torchrun(2, "tests.dist.rows_worker")
-    for rank in (reader, other):
+    *readers, third, fourth = ranks = torchrun(4, "tests.dist.rows_worker")  # one reads for a pipeline, and each pipeline has its own rows
+    for rank in ranks:
         assert rank["equal"] == [True] * BATCHES
-    assert other["reads"] == 0
-    assert reader["reads"] == BATCHES * 4  # one of the five times nothing could be opened
+    assert third["reads"] == fourth["reads"] == 0
+    assert [reader["reads"] for reader in readers] == [BATCHES * 4] * 2  # one of the five times nothing could be opened
     sentences = [["DataError", "a.wav is empty; repair it"], ["DataError", "two utterances for three processes"],
                  ["DataError", "b.wav is too long"], ["RuntimeError", "KeyError: 'x'"]]
-    for rank in (reader, other):
+    for rank in ranks:
         assert [end[:2] for end in rank["ends"]] == sentences

@@ -119,6 +119,16 @@ def test_score_correction_moves_the_choice_alone():
     torch.testing.assert_close(chosen, torch.sigmoid(h @ w["weight"].T).gather(1, ids))
 
 
+def test_experts_of_other_groups_are_out_whatever_the_correction():
+    """Scores below zero are still better than none: of 4 groups of 2 the best one's two experts."""
+    cfg = dataclasses.replace(CFG, n_group=4, topk_group=1)
+    w, h = weights(cfg)["router"], torch.randn(40, cfg.d_model)
+    w["bias"] = torch.full((cfg.n_experts,), -2.0)
+    ids, _ = moe.route(w, h, cfg)
+    best = torch.sigmoid(h @ w["weight"].T).unflatten(1, (4, 2)).sum(-1).argmax(1)
+    assert torch.equal(ids.sort().values, torch.stack((2 * best, 2 * best + 1), 1))
+
+
 def test_router_is_in_fp32_for_bf16_inputs():
     w, h = weights(CFG)["router"], torch.randn(40, CFG.d_model).bfloat16()
     w["weight"] = w["weight"].bfloat16()

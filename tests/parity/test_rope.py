@@ -19,6 +19,7 @@ CASES = [
     (dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768), RopeScaling("yarn", 4.0, 32768)),
     (dict(rope_type="yarn", factor=2.5, original_max_position_embeddings=1024, beta_fast=16.0, beta_slow=4.0, attention_factor=1.3),
      RopeScaling("yarn", 2.5, 1024, beta_fast=16.0, beta_slow=4.0, attention_factor=1.3)),
+    (dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=131072), RopeScaling("yarn", 4.0, 131072)),  # past the last turn
     (dict(rope_type="yarn", factor=40.0, original_max_position_embeddings=4096, mscale=0.707, mscale_all_dim=1.2, truncate=False), None),
     (dict(rope_type="yarn", factor=None, original_max_position_embeddings=4096, mscale=0.5), None),
 ]

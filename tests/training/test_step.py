@@ -51,6 +51,14 @@ def test_bf16_masters_have_the_gradients_of_fp32_ones_unrounded() -> None:
     assert all(moment.to_local().any() for moment in state.second.values())
 
 
+def test_gradients_travel_as_configured() -> None:
+    start_processes(torch.device("cpu"))
+    for name, sums in (("fp32", None), ("bf16", torch.bfloat16)):
+        cfg, _ = config.load([*SMALL, "precision=bf16", f"parallel.reduce_dtype={name}"])
+        engine = make_engine(cfg, make_mesh(cfg.parallel, torch.device("cpu")))
+        assert {group.sums for unit in engine.units.values() for group in unit.groups} == {sums}
+
+
 def test_loss_is_one_mean_over_all_micro_batches(parts: tuple[Config, Mesh, Engine]) -> None:
     cfg, mesh, engine = parts
     state, batches = start(cfg, mesh), rows(cfg, 0)
