@@ -195,6 +195,7 @@ class ParallelConfig:
     pp_layers: list[int] = field(default_factory=list)  # decoder layers of each of the pp * pp_chunks stages; empty: balanced by cost
     cp: int = 1  # processes over which the slots of a row are split
     cp_split: str = "row"  # row (cut as it is, nothing is padded) | document (each utterance is padded and cut: DualChunkSwap)
+    cp_attention: str = "auto"  # keys and values of other ranks: gather | ring (no rank has all) | auto (the one that keeps less memory)
     tp: int = 1  # processes over which heads and hidden columns are split
     ep: int = 1  # processes over which the experts are split
     ep_dispatch: str = "allgather"  # allgather (static shapes) | alltoall (fewer bytes, but waits for the device) | deepep

@@ -35,6 +35,7 @@ class Context:
     ep_dispatch: str = "allgather"  # how tokens reach the experts of other ranks, see parallel/expert.py
     keep_hidden: bool = True  # whether experts keep their pre-activations until backward, see kernels/experts
     cp_group: ProcessGroup | None = None  # ranks over which the token row is split; None: all slots are here
+    cp_attention: str = "auto"  # how keys and values of other ranks come, see parallel/sequence.py
     cp_split: str = "row"  # what is cut into the parts of these ranks, see parallel/sequence.py
     tp_group: ProcessGroup | None = None  # ranks over which heads and hidden columns are split; None: all are here
     split_group: ProcessGroup | None = None  # the ranks of both, over which the audio of the row is split; None: all of it is here

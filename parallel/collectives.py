@@ -7,7 +7,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
+from torch._C._distributed_c10d import _register_work
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 
 def _named(name: str, suffix: str = ""):  # type: ignore[no-untyped-def]
@@ -116,6 +118,31 @@ def all_to_all_grad(x: Tensor, group: ProcessGroup, received: list[int] | None =
     """The same, of equal parts unless the rows are given; the gradient goes back by the same way."""
     equal = [len(x) // group.size()] * group.size()
     return funcol.wait_tensor(funcol.all_to_all_single_autograd(x, received or equal, sent or equal, group))
+
+
+def hand_on_start(parts: list[Tensor], group: ProcessGroup) -> list[Tensor]:
+    """Begin to hand tensors on to the next rank of a ring, together; `wait` then gives those of the rank before. No gradient."""
+    return _hand_on_op(parts, group.group_name)
+
+
+@torch.library.custom_op("reedling::hand_on", mutates_args=())
+def _hand_on_op(parts: list[Tensor], group_name: str) -> list[Tensor]:
+    group = _resolve_process_group(group_name)  # type: ignore[arg-type]
+    ahead, behind = (group.rank() + 1) % group.size(), (group.rank() - 1) % group.size()
+    sent = [x.clone(memory_format=torch.contiguous_format) for x in parts]  # a compiled graph may write into its own before they are sent
+    received = [torch.empty_like(x) for x in sent]
+    works = dist.batch_isend_irecv([op for tag, (x, y) in enumerate(zip(sent, received, strict=True)) for op in (
+        dist.P2POp(dist.isend, x, group=group, group_peer=ahead, tag=tag),
+        dist.P2POp(dist.irecv, y, group=group, group_peer=behind, tag=tag))])
+    for i, y in enumerate(received):
+        for work in works if len(works) == 1 else works[2 * i:2 * i + 2]:  # NCCL makes one of all
+            _register_work(y, work)
+    return received
+
+
+@_hand_on_op.register_fake
+def _(parts: list[Tensor], group_name: str) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in parts]
 
 
 def sum_over_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor:

@@ -2,9 +2,9 @@
 
 The row is cut into 2 cp equal chunks, of which rank r has chunks r and 2 cp - 1 - r: causal attention then costs every rank the same, for
 one long document as for many short ones, and nothing is padded. With parallel.cp_split=document each document is cut so (DualChunkSwap);
-its length must be a multiple of 2 cp. Attention gathers keys and values and says which of them each piece of a document sees. A recurrent
-layer exchanges tokens for heads, once on the way in and once on the way out. Within a rank's slots the ranks of ctx.tp_group have their
-parts (parallel/tensor.py). Without a group every function is the plain one.
+its length must be a multiple of 2 cp. Attention gathers keys and values, or sends them round a ring (parallel/ring.py), and says which of
+them each piece of a document sees. A recurrent layer exchanges tokens for heads, once on the way in and once on the way out. Within a
+rank's slots the ranks of ctx.tp_group have their parts (parallel/tensor.py). Without a group every function is the plain one.
 """
 
 import torch
@@ -14,6 +14,7 @@ from kernels.attention import attention
 from kernels.lookup import permute
 from model.context import Context
 from parallel.collectives import all_gather_grad, all_to_all_grad
+from parallel.ring import ring_attention
 
 
 def own_slots(x_T: Tensor, ctx: Context) -> Tensor:
@@ -34,9 +35,12 @@ def own_tokens(x_T: Tensor, ctx: Context) -> Tensor:
 
 
 def places(ctx: Context, rank: int) -> Tensor:
-    """Where a rank's slots are in the row, if each document (and the padding behind them) is cut. [T / cp]"""
+    """Where a rank's slots are in the row, in their order. [T / cp]"""
     assert ctx.cp_group is not None
     ranks = ctx.cp_group.size()
+    if ctx.cp_split == "row":
+        chunks = torch.arange(len(ctx.segments_T), device=ctx.segments_T.device).chunk(2 * ranks)
+        return torch.cat((chunks[rank], chunks[-1 - rank]))
     slots_T = torch.arange(len(ctx.segments_T) // ranks, device=ctx.segments_T.device)
     starts_T, chunks_T = _documents(slots_T * ranks, ctx)
     offsets_T = slots_T - starts_T // ranks
@@ -105,11 +109,22 @@ def attend(q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor, ctx: Context, window: in
     """Causal attention of this rank's slots to all slots of their documents before them. [T, N, H] like q"""
     if ctx.cp_group is None:
         return attention(q_TNH, k_TGH, v_TGH, ctx.cu_seqlens_U1, segments_T=ctx.segments_T, window=window)[0]
-    ranks = ctx.cp_group.size()
+    ranks, (pieces_P1, segments_T, keys_2P) = ctx.cp_group.size(), pieces(ctx)
+    if window is None and by_ring(q_TNH, k_TGH, ctx):
+        ranges_R2P = torch.stack([torch.searchsorted(places(ctx, rank), keys_2P.long(), out_int32=True) for rank in range(ranks)])
+        return ring_attention(q_TNH, k_TGH, v_TGH, pieces_P1, segments_T, ranges_R2P, ctx.cp_group)
     both = all_gather_grad(torch.stack((k_TGH, v_TGH), 1), ctx.cp_group).unflatten(0, (ranks, -1))
     k_SGH, v_SGH = in_row_order(both, ctx).unbind(1)
-    pieces_P1, segments_T, keys_2P = pieces(ctx)
     return attention(q_TNH, k_SGH, v_SGH, pieces_P1, segments_T=segments_T, keys_2U=keys_2P, window=window)[0]
+
+
+def by_ring(q_TNH: Tensor, k_TGH: Tensor, ctx: Context) -> bool:
+    """Whether keys and values go round a ring instead of being gathered: where the gathered ones of other ranks would take more memory
+    until backward than all else that the layer keeps (queries, what attention gives, input and norm)."""
+    if ctx.cp_attention != "auto" or ctx.cp_group is None:
+        return ctx.cp_attention == "ring"
+    width = ctx.decoder.d_model // (1 if ctx.tp_group is None else ctx.tp_group.size())
+    return (ctx.cp_group.size() - 1) * 2 * k_TGH[0].numel() > 2 * (q_TNH[0].numel() + width)
 
 
 def pieces(ctx: Context) -> tuple[Tensor, Tensor, Tensor]:

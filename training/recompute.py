@@ -21,7 +21,7 @@ CHOICES = ("topk", "sort", "argsort")
 # Operators that "selective" keeps: what travels between ranks, and kernels that take long for the size of their result. Experts are not
 # among them: their backward needs none of their results, it computes the pre-activations itself (training.step.keeps_hidden).
 COLLECTIVES = ("_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
-KERNELS = ("attention", "relative_attention", "ssd", "deepep")
+KERNELS = ("attention", "relative_attention", "ssd", "deepep", "hand_on")
 
 Function = Callable[..., Any]
 

@@ -51,7 +51,7 @@ def make_context(cfg: Config, batch: Batch, mesh: Mesh, training: bool, split: b
     return Context(cfg.model.encoder or EncoderConfig(), cfg.model.decoder, **lengths, utterance_frames=_utterance_frames(cfg, batch),
                    dtype=DTYPES[cfg.precision], ep_group=mesh.ep_group, ep_dispatch=cfg.parallel.ep_dispatch,
                    keep_hidden=keeps_hidden(cfg), cp_group=mesh.cp_group if split else None, tp_group=mesh.tp_group if split else None,
-                   split_group=mesh.split_group if split else None, cp_split=cfg.parallel.cp_split,
+                   split_group=mesh.split_group if split else None, cp_split=cfg.parallel.cp_split, cp_attention=cfg.parallel.cp_attention,
                    draw=batch.get("draw", batch["positions_T"].new_zeros(())), training=training, projector=cfg.model.projector)
 
 

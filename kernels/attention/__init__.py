@@ -7,18 +7,21 @@ from torch import Tensor
 
 from kernels import launch
 from kernels.attention.adapters import attention_flash, attention_transformer_engine, attention_varlen
-from kernels.attention.cpu import attention_blocks
-from kernels.attention.reference import attention_reference
+from kernels.attention.cpu import attention_blocks, backward_blocks
+from kernels.attention.reference import attention_reference, backward_reference
 
 IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, bool, float, int | None],
                                     tuple[Tensor, Tensor]]] = {
     "reference": attention_reference, "blocks": attention_blocks, "varlen": attention_varlen, "flash": attention_flash,
     "transformer_engine": attention_transformer_engine}
 
-if importlib.util.find_spec("triton"):
-    from kernels.attention.triton import attention_triton
+BACKWARD: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, bool, float],
+                             tuple[Tensor, Tensor, Tensor]]] = {"reference": backward_reference, "blocks": backward_blocks}
 
-    IMPLEMENTATIONS["triton"] = attention_triton
+if importlib.util.find_spec("triton"):
+    from kernels.attention.triton import attention_triton, backward_triton
+
+    IMPLEMENTATIONS["triton"], BACKWARD["triton"] = attention_triton, backward_triton
 
 
 def attention(q_TNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, cu_seqlens_U1: Tensor, *, segments_T: Tensor, keys_2U: Tensor | None = None,
@@ -38,7 +41,24 @@ def attention(q_TNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, cu_seqlens_U1: Tensor
     :param window: a row sees the keys less than this away from the one at which it sits
     :param implementation: auto | a key of IMPLEMENTATIONS
     """
-    if implementation == "auto":
-        implementation = "triton" if launch.serves(q_TNH, IMPLEMENTATIONS) else "blocks" if q_TNH.device.type == "cpu" else "reference"
     scale = q_TNH.shape[-1] ** -0.5 if scale is None else scale
-    return IMPLEMENTATIONS[implementation](q_TNH, k_SGH, v_SGH, cu_seqlens_U1, segments_T, keys_2U, causal, scale, window)
+    return IMPLEMENTATIONS[_chosen(implementation, q_TNH)](q_TNH, k_SGH, v_SGH, cu_seqlens_U1, segments_T, keys_2U, causal, scale, window)
+
+
+def attention_backward(dout_TNH: Tensor, q_TNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, out_TNH: Tensor, lse_NT: Tensor,
+                       cu_seqlens_U1: Tensor, *, segments_T: Tensor, keys_2U: Tensor | None = None, causal: bool = True,
+                       scale: float | None = None, implementation: str = "auto") -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v from that of the result over these keys and others; those of q add up over all keys.
+
+    :param out_TNH: the result over all keys, and lse_NT its logarithms
+    :param scale: above 0
+    """
+    scale = q_TNH.shape[-1] ** -0.5 if scale is None else scale
+    backward = BACKWARD[_chosen(implementation, q_TNH)]
+    return backward(dout_TNH, q_TNH, k_SGH, v_SGH, out_TNH, lse_NT, cu_seqlens_U1, segments_T, keys_2U, causal, scale)
+
+
+def _chosen(implementation: str, q_TNH: Tensor) -> str:
+    if implementation != "auto":
+        return implementation
+    return "triton" if launch.serves(q_TNH, IMPLEMENTATIONS) else "blocks" if q_TNH.device.type == "cpu" else "reference"

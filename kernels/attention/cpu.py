@@ -17,6 +17,11 @@ def attention_blocks(q_TNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, cu_seqlens_U1:
     return forward_op(q_TNH, k_SGH, v_SGH, cu_seqlens_U1, keys_2U, causal, scale, window)
 
 
+def backward_blocks(dout_TNH: Tensor, q_TNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, out_TNH: Tensor, lse_NT: Tensor, cu_seqlens_U1: Tensor,
+                    segments_T: Tensor, keys_2U: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    return backward_op(dout_TNH, None, q_TNH, k_SGH, v_SGH, cu_seqlens_U1, keys_2U, causal, scale, None, out_TNH, lse_NT)
+
+
 class _Block(NamedTuple):
     """Some query rows of one document and all keys that they see; `bias` [rows, last keys] is -inf where a pair is hidden."""
 
@@ -88,16 +93,26 @@ def forward_op(q_TNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, cu_seqlens_U1: Tenso
 
 @torch.library.custom_op("reedling::attention_backward", mutates_args=(), device_types="cpu")
 def backward_op(dout_TNH: Tensor, dlse_NT: Tensor | None, q_TNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, cu_seqlens_U1: Tensor,
-                keys_2U: Tensor | None, causal: bool, scale: float, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; the weights are computed again."""
+                keys_2U: Tensor | None, causal: bool, scale: float, window: int | None, out_TNH: Tensor | None = None,
+                lse_NT: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v; the weights are computed again.
+
+    :param out_TNH: and lse_NT, if given, are results over more keys than these
+    """
+    delta_NT = None if out_TNH is None else (widen(dout_TNH) * widen(out_TNH)).sum(-1).t()
     heads, groups = q_TNH.shape[1], k_SGH.shape[1]
     k_GSH, v_GSH = (t.transpose(0, 1).contiguous() for t in (k_SGH, v_SGH))
     dq_TNH, dk_GSH, dv_GSH = q_TNH.new_zeros(q_TNH.shape), torch.zeros_like(widen(k_GSH)), torch.zeros_like(widen(v_GSH))
     for rows, keys, bias in _blocks(cu_seqlens_U1, keys_2U, causal, window):
         q_GMH, dout_GMH = (_by_group(t[rows], groups) for t in (q_TNH, dout_TNH))
-        weights_GMK = _scores(q_GMH, k_GSH[:, keys], scale, bias).softmax(-1)
-        dweights_GMK = widen(dout_GMH @ v_GSH[:, keys].mT)
-        dscores_GMK = torch._softmax_backward_data(dweights_GMK, weights_GMK, -1, weights_GMK.dtype)
+        scores_GMK, dweights_GMK = _scores(q_GMH, k_GSH[:, keys], scale, bias), widen(dout_GMH @ v_GSH[:, keys].mT)
+        if lse_NT is None or delta_NT is None:
+            weights_GMK = scores_GMK.softmax(-1)
+            dscores_GMK = torch._softmax_backward_data(dweights_GMK, weights_GMK, -1, weights_GMK.dtype)
+        else:
+            lse_GM1, delta_GM1 = (t[:, rows].reshape(groups, -1, 1) for t in (lse_NT, delta_NT))
+            weights_GMK = scores_GMK.sub_(lse_GM1).exp_()
+            dscores_GMK = dweights_GMK.sub_(delta_GM1).mul_(weights_GMK)
         if dlse_NT is not None:
             dscores_GMK.addcmul_(weights_GMK, dlse_NT[:, rows].reshape(groups, -1, 1))
         weights_GMK, dscores_GMK = weights_GMK.to(q_TNH.dtype), dscores_GMK.to(q_TNH.dtype)
@@ -116,7 +131,8 @@ def _(q_TNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, cu_seqlens_U1: Tensor, keys_2
 
 @backward_op.register_fake
 def _(dout_TNH: Tensor, dlse_NT: Tensor | None, q_TNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, cu_seqlens_U1: Tensor,
-      keys_2U: Tensor | None, causal: bool, scale: float, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
+      keys_2U: Tensor | None, causal: bool, scale: float, window: int | None, out_TNH: Tensor | None = None,
+      lse_NT: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     return q_TNH.new_empty(q_TNH.shape), k_SGH.new_empty(k_SGH.shape), v_SGH.new_empty(v_SGH.shape)
 
 

@@ -33,3 +33,19 @@ def _sees(keys: int, cu_seqlens_U1: Tensor, segments_T: Tensor, keys_2U: Tensor 
     if window is not None:
         sees_TS &= ahead_TS.abs() < window
     return sees_TS
+
+
+def backward_reference(dout_TNH: Tensor, q_TNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, out_TNH: Tensor, lse_NT: Tensor,
+                       cu_seqlens_U1: Tensor, segments_T: Tensor, keys_2U: Tensor | None, causal: bool,
+                       scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """From the weights that these keys have among all."""
+    q_TGRH, dout_TGRH, out_TGRH = (widen(t).unflatten(1, (k_SGH.shape[1], -1)) for t in (q_TNH, dout_TNH, out_TNH))
+    sees_TS = _sees(len(k_SGH), cu_seqlens_U1, segments_T, keys_2U, causal, None)
+    scores_GRTS = torch.einsum("igrh,jgh->grij", q_TGRH, widen(k_SGH)) * scale
+    lse_GRT = lse_NT.unflatten(0, (k_SGH.shape[1], -1))
+    weights_GRTS = torch.where(sees_TS, (scores_GRTS - lse_GRT[..., None]).exp(), 0)
+    dweights_GRTS = torch.einsum("igrh,jgh->grij", dout_TGRH, widen(v_SGH))
+    dscores_GRTS = weights_GRTS * (dweights_GRTS - (dout_TGRH * out_TGRH).sum(-1).permute(1, 2, 0)[..., None]) * scale
+    dq_TGRH = torch.einsum("grij,jgh->igrh", dscores_GRTS, widen(k_SGH))
+    dk_SGH, dv_SGH = (torch.einsum("grij,igrh->jgh", a, b) for a, b in ((dscores_GRTS, q_TGRH), (weights_GRTS, dout_TGRH)))
+    return dq_TGRH.flatten(1, 2).to(q_TNH.dtype), dk_SGH.to(k_SGH.dtype), dv_SGH.to(v_SGH.dtype)

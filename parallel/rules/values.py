@@ -15,6 +15,7 @@ CHOICES = {
     "data.on_bad_text": ("fail", "skip"),
     "data.on_too_long": ("fail", "skip"),
     "model.encoder.kind": ("fastconformer", "whisper", "whisper_30s", "glm_asr", "glm_asr_30s"),
+    "parallel.cp_attention": ("auto", "gather", "ring"),
     "parallel.cp_split": ("row", "document"),
     "parallel.ep_dispatch": ("allgather", "alltoall", "deepep"),
     "parallel.reduce_dtype": ("fp32", "bf16"),

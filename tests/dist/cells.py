@@ -118,6 +118,7 @@ def cells() -> list[Cell]:
         Cell("cp 2, each document cut", 2, DOCUMENT, rows=2, model=("data.multiple=4",)),
         Cell("cp 2, each document cut, utterances of 1 to 698 tokens", 2, DOCUMENT, rows=1, kind="lengths", model=("data.multiple=4",)),
         Cell("cp 2, tp 2, ep 4, each document cut", 4, DOCUMENT | {"tp": 2, "ep": 4}, rows=2, model=("data.multiple=4",), quick=True),
+        *rings(),
         Cell("dp 2, tp 2", 4, {"tp": 2}, rows=2),
         Cell("dp 2, cp 2", 4, {"cp": 2}, rows=2),
         Cell("cp 2, tp 2", 4, {"cp": 2, "tp": 2}, rows=2, quick=True),
@@ -133,7 +134,7 @@ def cells() -> list[Cell]:
         Cell("dp 2, cp 2, tp 2, ep 8", 8, {"cp": 2, "tp": 2, "ep": 8}, rows=2),
         Cell("hsdp 2 x 2, tp 2, ep 4, zero 2", 8, {"dp_replicate": 2, "tp": 2, "ep": 4, "zero_stage": 2}),
         Cell("dp 2, cp 2, tp 2, ep 8, all to all", 8, {"cp": 2, "tp": 2, "ep": 8, "ep_dispatch": "alltoall"}, rows=2),
-        Cell("cp 8", 8, {"cp": 8}, rows=1),
+        Cell("cp 8", 8, {"cp": 8, "cp_attention": "gather"}, rows=1),
         Cell("dp 8, ep 2", 8, {"ep": 2}, rows=8),
         Cell("hsdp 2 x 4, ep 2", 8, {"dp_replicate": 2, "ep": 2}, rows=8),
         Cell("hsdp 2 x 4, ep 4, zero 1", 8, {"dp_replicate": 2, "ep": 4, "zero_stage": 1}, rows=8),
@@ -199,6 +200,21 @@ def pipelines() -> list[Cell]:
         Cell("pp 4, dp 2, ep 2", 8, {"pp": 4, "ep": 2}, rows=8),
         *compiled(2, "layer", {"pp 2": {"pp": 2}, "pp 2, 4 stages interleaved": looped}),
         *compiled(4, "layer", {"pp 2, ep 2": {"pp": 2, "ep": 2}, "pp 2, tp 2": {"pp": 2, "tp": 2}}),
+    ]
+
+
+def rings() -> list[Cell]:
+    """Cells whose keys and values go round the ranks of cp."""
+    ring = {"cp_attention": "ring"}
+    return [
+        Cell("cp 2, ring", 2, ring | {"cp": 2}, rows=2),
+        Cell("cp 4, ring, utterances of 1 to 698 tokens", 4, ring | {"cp": 4}, rows=1, kind="lengths", quick=True),
+        Cell("cp 4, ring, each document cut", 4, ring | {"cp": 4, "cp_split": "document"}, rows=2, model=("data.multiple=8",)),
+        Cell("cp 2, tp 2, ep 4, ring, each document cut", 4, ring | DOCUMENT | {"tp": 2, "ep": 4}, rows=2, model=("data.multiple=4",), quick=True),
+        Cell("cp 2, tp 2, ring, recomputed but for exchanges", 4, ring | {"cp": 2, "tp": 2}, rows=2, own=SELECTIVE),
+        Cell("cp 8, ring", 8, ring | {"cp": 8}, rows=1),
+        *compiled(2, "layer", {"cp 2, ring": ring | {"cp": 2}}),
+        *compiled(2, "step", {"cp 2, ring": ring | {"cp": 2}}),
     ]
 
 

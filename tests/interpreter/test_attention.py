@@ -223,6 +223,14 @@ def test_every_run_gives_the_same_bits():
     assert all(torch.equal(first[name], second[name]) for name in NAMES)
 
 
+def test_gradients_of_some_of_the_keys_add_up():
+    lengths, padding = [1, 15, 0, 38], 2
+    rows, (dout, dlse) = draw(lengths, padding, 2, 1)
+    expected = separate(rows, (dout, torch.zeros_like(dlse)), lengths, padding, causal=False)
+    for name, got in zip("qkv", cases.gradients_of_halves(rows, dout, lengths, padding, torch.float32, "triton"), strict=True):
+        assert float((got.double() - expected[name]).norm()) <= 1e-6 * float(expected[name].norm()), name
+
+
 def test_operators_keep_the_compilers_contract():
     lengths, padding = [5, 0, 12], 2
     (q, k, v), _ = draw(lengths, padding, 2, 1)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.attention import adapters, attention, cpu
+from kernels.attention import BACKWARD, adapters, attention, attention_backward, cpu
 
 N, G, H = 4, 2, 8
 LENGTHS = [1, 2, 3, 63, 64, 65, 100]
@@ -102,6 +102,21 @@ def separate(rows: Sequence[Tensor], probe: tuple[Tensor, Tensor], lengths: list
     return expected
 
 
+def gradients_of_halves(rows: Sequence[Tensor], dout: Tensor, lengths: list[int], padding: int, dtype: torch.dtype,
+                        implementation: str) -> list[Tensor]:
+    """Of q, k and v, where every key of a document is seen, from one half of all keys after the other."""
+    cu_seqlens, segments = boundaries(lengths, padding)
+    q, k, v = (t.to(dtype) for t in rows)
+    out, lse = attention(q, k, v, cu_seqlens, segments_T=segments, causal=False, implementation=implementation)
+    found = []
+    for half in (slice(0, len(k) // 2), slice(len(k) // 2, len(k))):
+        seen = torch.stack((cu_seqlens[:-1], cu_seqlens[1:])).clamp(half.start, half.stop) - half.start
+        found.append(attention_backward(dout.to(dtype), q, k[half], v[half], out, lse, cu_seqlens, segments_T=segments, keys_2U=seen,
+                                        causal=False, implementation=implementation))
+    dq, dk, dv = zip(*found, strict=True)
+    return [dq[0] + dq[1], torch.cat(dk), torch.cat(dv)]
+
+
 ORDERS = [LENGTHS, LENGTHS[::-1], [64, 1, 100, 2, 65, 3, 63], [0, 140, 0, 0, 1, 0], [300]]
 
 
@@ -112,6 +127,17 @@ def test_reference_is_separate_calls(lengths, options):
     rows, probe = inputs(sum(lengths) + padding), probes(sum(lengths) + padding)
     expected = separate(rows, probe, lengths, padding, **options)
     assert_close(results(rows, probe, lengths, padding, implementation="reference", **options), expected, 1e-13)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("implementation", sorted(set(BACKWARD) - {"triton"}))
+@pytest.mark.parametrize("lengths", [LENGTHS, [0, 140, 0, 1]], ids=str)
+def test_gradients_of_some_of_the_keys_add_up(lengths, implementation, dtype):
+    rows, (dout, dlse) = inputs(sum(lengths) + 5), probes(sum(lengths) + 5)
+    expected = separate(rows, (dout, torch.zeros_like(dlse)), lengths, 5, causal=False)
+    for name, got in zip("qkv", gradients_of_halves(rows, dout, lengths, 5, dtype, implementation), strict=True):
+        assert got.dtype == dtype
+        assert float((got.double() - expected[name]).norm()) <= TOLERANCE[dtype] * float(expected[name].norm()), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

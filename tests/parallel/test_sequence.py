@@ -89,6 +89,30 @@ def test_a_slot_sees_its_document_where_documents_are_cut(lengths: list[int], pa
     check_pieces(contexts(lengths, padding, ranks, "document"), lengths)
 
 
+@pytest.mark.parametrize(("heads", "groups", "width", "ranks", "tp", "expected"), [
+    (32, 2, 2688, 8, 1, False), (32, 2, 2688, 32, 1, True),  # Nemotron-3-Nano's: 7 and 31 times 256 numbers against 4096 + 2688
+    (32, 32, 4096, 2, 1, False), (32, 32, 4096, 4, 1, True),
+    (8, 8, 1024, 2, 1, False), (8, 8, 1024, 4, 1, True), (4, 4, 1024, 4, 2, True),
+])
+def test_what_keeps_less_memory_is_chosen(heads: int, groups: int, width: int, ranks: int, tp: int, expected: bool) -> None:
+    group: Any = SimpleNamespace(size=lambda: tp)
+    ctx = replace(contexts([4 * ranks], 0, ranks)[0], decoder=DecoderConfig(d_model=width), tp_group=group if tp > 1 else None)
+    q, k = torch.empty(4, heads, 128), torch.empty(4, groups, 128)
+    assert sequence.by_ring(q, k, ctx) is expected
+    assert sequence.by_ring(q, k, replace(ctx, cp_attention="ring"))
+    assert not sequence.by_ring(q, k, replace(ctx, cp_attention="gather"))
+
+
+@pytest.mark.parametrize(("split", "lengths"), [("row", [5, 30, 1]), ("document", [8, 24, 0])])
+def test_each_rank_hands_on_the_keys_of_its_own_slots(split: str, lengths: list[int]) -> None:
+    views = contexts(lengths, 48 - sum(lengths), 4, split)
+    row = torch.arange(48)
+    for rank, ctx in enumerate(views):
+        where = sequence.places(ctx, rank)
+        assert torch.equal(where, sequence.own_slots(row, ctx))
+        assert (where.diff() > 0).all()  # so that a range of the row is a range of the rank's
+
+
 def check_pieces(views: list[Context], lengths: list[int]) -> None:
     slots, ranks = 48, len(views)
     for ctx in views:

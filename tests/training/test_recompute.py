@@ -80,6 +80,7 @@ def test_the_same_gradients_and_what_runs_again(plain: tuple[Gradients, Counter[
     (torch.ops.reedling.experts.default, ()), (torch.ops.reedling.attention.default, ("selective", "0.5")),
     (torch.ops._c10d_functional.all_gather_into_tensor.default, ("selective", "0.5")),
     (torch.ops._c10d_functional.wait_tensor.default, ("selective", "0.5")),
+    (torch.ops.reedling.hand_on.default, ("selective", "0.5")),
 ])
 def test_what_stays(operator: Any, policies: tuple[str, ...]) -> None:
     assert tuple(policy for policy in ("selective", "full", "0.5") if kept(policy, operator)) == policies
