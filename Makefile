@@ -20,7 +20,8 @@ train: $(STAMP)
 	@$(RUN) train.py +experiment=digits $(ARGS)
 
 test: lint
-	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
+	@# one process more than two cores: tests of several processes wait for each other
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n 3 --dist loadfile $(ARGS)
 
 lint: $(STAMP)
 	@$(RUN) -m ruff check .

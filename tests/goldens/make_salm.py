@@ -88,6 +88,8 @@ def make(speech: str, out: Path) -> None:
     grads = {f"gradients.{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.save_pretrained(folder)
     (folder / "README.md").unlink(missing_ok=True)  # a card of the library's
+    written = folder / "config.json"
+    written.write_text(written.read_text().replace(f"{folder}/", "").replace(str(folder), "."))  # it may be opened elsewhere
     save_file({"logits": logits.detach(), "loss": loss.detach()[None], "tokens": tokens} | grads, out / "salm.safetensors")
     print(len(grads), loss.item(), tokens)
 

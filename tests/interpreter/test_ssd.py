@@ -183,9 +183,9 @@ def test_offsets_beyond_32_bits():
     assert all(torch.equal(*pair) for pair in zip(*outputs, strict=True))
 
 
-def test_repeated_runs_are_bit_equal(truth):
-    arguments, probe, _ = truth
-    runs = [results(packed(ORDER, implementation="triton"), arguments, probe, torch.float32) for _ in range(2)]
+def test_repeated_runs_are_bit_equal():
+    arguments, probe = inputs(45), torch.randn(45, N, H, dtype=torch.float64)
+    runs = [results(packed([20, 25], implementation="triton"), arguments, probe, torch.float32) for _ in range(2)]
     assert all(torch.equal(runs[0][name], runs[1][name]) for name in NAMES)
 
 
@@ -211,8 +211,8 @@ def test_closed_form_without_skip_and_with_a_gate():
 
 
 def test_operators_pass_opcheck():
-    x, dt, a, b, c, d, _ = (t.float() for t in inputs(20))
-    dt, documents = dt.abs(), segments([5, 15])
+    x, dt, a, b, c, d, _ = (t.float() for t in inputs(6))
+    dt, documents = dt.abs(), segments([2, 4])
     initial = torch.randn(N, H, S)
     for dtype, first in ((torch.float32, initial.requires_grad_()), (torch.bfloat16, None)):
         arguments = [t.requires_grad_() for t in (x.to(dtype), dt, a, b.to(dtype), c.to(dtype), d)]

@@ -158,7 +158,7 @@ def test_salts_differ_by_path_and_seed() -> None:
 def test_compiled_layers_share_one_graph_and_equal_eager_ones() -> None:
     cfg = LoraConfig(rank=3, dropout=0.2, dora=True, targets=[""])
     forward = lora.binder(cfg)(decoder.LAYERS["*"].forward)
-    compiled = torch.compile(forward, fullgraph=True, dynamic=False)
+    compiled = torch.compile(forward, fullgraph=True, dynamic=False, backend="aot_eager")
     for lengths, draw, stance in (((13, 20), 1, "default"), ((30, 3), 2, "fail_on_recompile")):
         ctx = row(lengths, draw)
         w, x = drawn(lora.extend(decoder.LAYERS["*"].spec(SMALL), cfg), torch.float32), torch.randn(33, SMALL.d_model)

@@ -34,6 +34,13 @@ TEXT = ["+experiment=nemotron_ep8", "model=nemotron3_tiny", "model.encoder=null"
         "data.rows=[{tokens: 256, audio_frames: 0, utterances: 4, utterance_frames: 0, label_tokens: 0}]"]
 
 
+@pytest.fixture(autouse=True)
+def no_processes() -> None:
+    """A plan brings its own, of which there can be one set at a time; other tests leave theirs."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def test_a_graph_counts_products_and_one_pass_over_what_is_fused() -> None:
     def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         h = x * 2 + 1  # one pass: reads x, writes h
