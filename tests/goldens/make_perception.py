@@ -1,12 +1,14 @@
 """Golden values of NeMo's speech front end and FastConformer encoder (nemo-toolkit 3.0.0, torch 2.13.0, CPU, fp32, eval mode).
 
 usage: python make_perception.py SPEECH_FOLDER OUT      needs nemo-toolkit[asr], safetensors and soundfile
+       python make_perception.py OUT                    counts alone
 Writes OUT/perception.safetensors (audio, features, weights, output, gradients) and OUT/perception.json (configuration, lengths, versions).
 """
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import soundfile
 import torch
@@ -19,7 +21,7 @@ ENCODER = dict(feat_in=128, feat_out=-1, n_layers=2, d_model=64, subsampling="dw
                subsampling_conv_channels=32, ff_expansion_factor=4, self_attention_model="rel_pos", n_heads=4,
                att_context_size=[-1, -1], xscaling=False, untie_biases=True, pos_emb_max_len=5000, conv_kernel_size=9,
                conv_norm_type="batch_norm", dropout=0.0, dropout_pre_encoder=0.0, dropout_emb=0.0, dropout_att=0.0)
-LENGTHS = [*range(1, 4001), 16000, 48000, 160000, 480123, 199999, 200000]  # samples
+LONGEST = 200_000  # samples that frames are counted of
 
 
 def encode(speech: str) -> dict[str, Tensor]:
@@ -68,21 +70,34 @@ def compact(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.contiguous().clone() for name, tensor in (packed | kept).items()}
 
 
-def count() -> dict[str, list[int]]:
-    """Valid mel and encoder frames for many numbers of samples."""
+def count() -> dict[str, Any]:
+    """Valid mel and encoder frames for every number of samples from 1 to LONGEST, as the numbers at which there is one more."""
     from nemo.collections.asr.modules import AudioToMelSpectrogramPreprocessor
     from nemo.collections.asr.parts.submodules.subsampling import calc_length  # type: ignore[import-not-found]
 
-    frames = AudioToMelSpectrogramPreprocessor(**PREPROCESSOR).featurizer.get_seq_len(torch.tensor(LENGTHS))
+    frames = AudioToMelSpectrogramPreprocessor(**PREPROCESSOR).featurizer.get_seq_len(torch.arange(LONGEST + 1))
     tokens = calc_length(frames.float(), all_paddings=2, kernel_size=3, stride=2, ceil_mode=False, repeat_num=3)
-    return {"samples": LENGTHS, "mel_frames": [int(n) for n in frames], "encoder_frames": [int(n) for n in tokens]}
+    return {"longest": LONGEST, "mel_frames_rise_at": rises(frames), "encoder_frames_rise_at": rises(tokens)}
+
+
+def rises(counts: Tensor) -> list[int]:
+    """Where a count that starts at 0 becomes one more than before."""
+    steps = counts.diff()
+    assert counts[0] == 0
+    assert set(steps.tolist()) == {0, 1}
+    return (steps.nonzero()[:, 0] + 1).tolist()
 
 
 def main() -> None:
     import nemo  # type: ignore[import-not-found]
     from safetensors.torch import save_file
 
-    speech, out = sys.argv[1], Path(sys.argv[2])
+    out = Path(sys.argv[-1])
+    if len(sys.argv) == 2:
+        facts = json.loads((out / "perception.json").read_text())
+        (out / "perception.json").write_text(json.dumps(facts | count()))
+        return
+    speech = sys.argv[1]
     tensors = encode(speech)
     save_file(compact(tensors), out / "perception.safetensors")
     facts = dict(clips=CLIPS, preprocessor=PREPROCESSOR, encoder=ENCODER, mel_length=tensors["mel_length"].tolist(),

@@ -1,18 +1,22 @@
 """Numbers of frames against NeMo's, in every numeric type, and the place of an utterance in the flat row."""
 
 import numpy as np
+import pytest
 import torch
 
 from model.lengths import FRAME_SAMPLES, WINDOW_REACH_SAMPLES, encoder_frames, mel_frames, slot_frames
 from tests.goldens import perception
 
 
-def test_frame_counts_are_those_of_nemo():
+@pytest.mark.parametrize("name, count", [("mel_frames", mel_frames), ("encoder_frames", encoder_frames)])
+def test_frame_counts_are_those_of_nemo_for_every_length(name, count):
     facts = perception.facts()
-    for count, expected in ((mel_frames, facts["mel_frames"]), (encoder_frames, facts["encoder_frames"])):
-        assert [count(n) for n in facts["samples"]] == expected
-        assert count(np.array(facts["samples"])).tolist() == expected
-        assert count(torch.tensor(facts["samples"])).tolist() == expected
+    assert facts["longest"] == 200_000
+    numbers = np.arange(facts["longest"] + 1)
+    expected = np.searchsorted(facts[f"{name}_rise_at"], numbers, side="right")
+    assert np.array_equal(count(numbers), expected)
+    assert np.array_equal(count(torch.from_numpy(numbers)).numpy(), expected)
+    assert all(count(n) == expected[n] for n in numbers.tolist())
 
 
 def test_nothing_has_no_frames():
