@@ -26,9 +26,8 @@ from data.sources import validation_names, validation_source
 from data.tokenizer import Tokenizer, load_tokenizer
 from model import freezing
 from model.stages import own_spec
-from parallel import deepep
 from parallel.mesh import Mesh, make_mesh, start_processes
-from parallel.validate import Environment, validate
+from parallel.validate import validate
 from training import checkpoint, config, launch, manual
 from training.evaluation import stops, transcribe
 from training.generation import Weights
@@ -81,7 +80,7 @@ def configure(asked: EvaluateConfig, stored: dict[str, Any], command: list[str])
     cfg.generation = replace(cfg.generation, **asked_for)
     if asked.manifest is not None:
         cfg.data = replace(cfg.data, kind="manifest", validation={Path(asked.manifest).stem: asked.manifest})
-    problems = validate(cfg, Environment(launch.world(), " ".join(["evaluate.py", *command]), deepep.available()))
+    problems = validate(cfg, launch.environment("evaluate.py", *command))
     if problems:
         launch.refuse(problems)
     if asked.audio is not None:

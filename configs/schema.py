@@ -258,6 +258,11 @@ class CompileConfig:
     generation: bool = False  # compile the steps of generation too: worth it on a GPU
     scope: str = "layer"  # layer (each kind compiled once) | step (forward and backward one graph each)
 
+    @property
+    def one_graph(self) -> bool:
+        """Whether a step is one graph, within which nothing can be done by hand."""
+        return self.enabled and self.scope == "step"
+
 
 @dataclass
 class Config:

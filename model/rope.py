@@ -8,8 +8,6 @@ from torch import Tensor
 from configs.schema import RopeScaling
 
 UNSCALED = RopeScaling()
-
-
 BY_LENGTH = ("dynamic", "longrope")  # whose frequencies depend on how long a document is
 
 

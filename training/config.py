@@ -43,10 +43,8 @@ def load(overrides: Sequence[str]) -> tuple[Config, list[str]]:
     try:
         OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.to_container(cfg))  # Hydra's + adds keys that the schema lacks
     except ConfigKeyError as error:
-        place, key = f"{error.full_key} in {' '.join(overrides)}", str(error.full_key).rpartition(".")[2]
-        if key in KEYS:
-            raise ConfigError(f"{error.full_key} is no key here: {KEYS[key]}; leave it out") from error
-        raise ConfigError(f"unknown key {place}; every key with its type and default is in configs/schema.py") from error
+        raise ConfigError(_elsewhere(str(error.full_key)) or f"unknown key {error.full_key} in {' '.join(overrides)}; every key with its "
+                          "type and default is in configs/schema.py") from error
     missing = sorted(OmegaConf.missing_keys(cfg))
     for key in missing:
         OmegaConf.update(cfg, key, "")
@@ -111,6 +109,12 @@ def composed(overrides: Sequence[str]) -> DictConfig:
         raise ConfigError(_sentence(error, overrides)) from error
 
 
+def _elsewhere(path: str) -> str | None:
+    """What there is instead of a key that other systems have."""
+    instead = KEYS.get(path.rpartition(".")[2])
+    return instead and f"{path} is no key here: {instead}; leave it out"
+
+
 def _sentence(error: Exception, overrides: Sequence[str]) -> str:
     """What Hydra and OmegaConf say over several lines and causes, as what, where and what to do."""
     chain = [error]
@@ -122,9 +126,9 @@ def _sentence(error: Exception, overrides: Sequence[str]) -> str:
     if any("Could not override 'experiment'" in line for line in lines):
         return f"write +experiment=..., with a plus, in {' '.join(overrides)}"
     told = next((line for mark in ("Value ", "not in ", "Could not find") for line in lines if mark in line), lines[0])
-    other = re.search(r"Could not override '((?:\w+\.)*(\w+))'", lines[0])
-    if other and other[2] in KEYS:
-        return f"{other[1]} is no key here: {KEYS[other[2]]}; leave it out"
+    other = re.search(r"Could not override '((?:\w+\.)*\w+)'", lines[0])
+    if other and (instead := _elsewhere(other[1])):
+        return instead
     group = re.search(r"Could not find '([a-z]+)/", told)
     if group:
         names = ", ".join(sorted(file.stem for file in (CONFIG_DIR / group[1]).glob("*.yaml")))

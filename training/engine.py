@@ -121,7 +121,7 @@ class Pass:
         if key is None:
             return self._function(fn)(*inputs, self.context)
         fn = self.engine.bound(fn, key)
-        if self.compiled and self.engine.compile.scope == "step" and self.engine.compile.enabled:
+        if self.compiled and self.engine.compile.one_graph:
             whole = gather_traced(self.units[key], self._shards(key))
             return fn(pytree.tree_unflatten(whole, self.engine.trees[key]), *inputs, self.context)
         call, use = self._function(fn), self._use(key)

@@ -46,6 +46,14 @@ def world() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def environment(*command: str) -> Environment:
+    """What rules may know of this process.
+
+    :param command: as typed, without the launcher
+    """
+    return Environment(world(), " ".join(command), deepep.available())
+
+
 def refuse(sentences: Sequence[str]) -> NoReturn:
     """End with the sentences, printed once: every rank comes to the same ones."""
     if rank() == 0:
@@ -77,8 +85,7 @@ def configure(arguments: Sequence[str]) -> tuple[Config, torch.device]:
     """A configuration that can run, checked before any process group or GPU is taken."""
     try:
         cfg, problems = config.load(arguments)
-        environment = Environment(world(), " ".join(["train.py", *arguments]), deepep.available())
-        problems += validate(cfg, environment)
+        problems += validate(cfg, environment("train.py", *arguments))
         if not problems:
             check_run_dir(cfg.run_dir)
             check_data(cfg)
@@ -249,10 +256,11 @@ def memory(cfg: Config, mesh: Mesh) -> dict[str, int]:
     prefixes = [tuple(f"{path}." for path in unit) for unit in units]
     whole = [DTYPES[cfg.precision].itemsize * sum(n for path, n in numbers.items() if path.startswith(unit)) for unit in prefixes]
     kept = len(whole) if zero_stage(cfg.parallel.zero_stage) in (1, 2) else 2
-    gathered = sum(sorted(whole)[-kept:]) if (mesh.sizes.sharded and mesh.world > 1) or offload_of(cfg) == "parameters" else 0
-    gradients = state_dtype(cfg).itemsize * trained
-    state = {"parameters": master_dtype(cfg).itemsize * held, "moments": 2 * moment_dtype(cfg).itemsize * trained, "gradients": gradients}
-    if (offload := offload_of(cfg)) != "none":
-        kept = offload == "optimizer"
-        state = {"parameters": kept * DTYPES[cfg.precision].itemsize * held, "moments": 0, "gradients": kept * gradients}
-    return state | {"gathered layers": gathered}
+    offload = offload_of(cfg)
+    gathered = sum(sorted(whole)[-kept:]) if (mesh.sizes.sharded and mesh.world > 1) or offload == "parameters" else 0
+    moments, gradients = 2 * moment_dtype(cfg).itemsize * trained, state_dtype(cfg).itemsize * trained
+    held_bytes, moments, gradients = {
+        "none": (master_dtype(cfg).itemsize * held, moments, gradients),
+        "optimizer": (DTYPES[cfg.precision].itemsize * held, 0, gradients),  # the copies that compute
+        "parameters": (0, 0, 0)}[offload]
+    return {"parameters": held_bytes, "moments": moments, "gradients": gradients, "gathered layers": gathered}

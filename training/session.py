@@ -12,9 +12,8 @@ from model import lora
 from model.hub.load import read_config
 from model.hub.save import save
 from model.params import P
-from parallel import deepep
 from parallel.mesh import Mesh, make_mesh, start_processes
-from parallel.validate import Environment, validate
+from parallel.validate import validate
 from training import config, evaluation, launch
 from training.config import ConfigError
 from training.engine import Engine
@@ -66,7 +65,7 @@ def start(overrides: Sequence[str]) -> tuple[Session, State]:
     :raises ConfigError: with a sentence for everything that cannot run
     """
     cfg, problems = config.load(overrides)
-    problems += validate(cfg, Environment(launch.world(), "train.py", deepep.available()))
+    problems += validate(cfg, launch.environment("train.py"))
     if problems:
         raise ConfigError("; ".join(problems))
     device = launch.pick_device()

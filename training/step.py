@@ -127,8 +127,7 @@ def make_gradients(cfg: Config, mesh: Mesh, engine: Engine) -> Callable[[State, 
         batch, context = own_part(cfg, batch, mesh, training=True)
         return row_loss(Pass(engine, leaves, context), batch, counts, cfg)
 
-    one_graph = cfg.compile.enabled and cfg.compile.scope == "step"
-    if one_graph:
+    if cfg.compile.one_graph:
         forward = torch.compile(forward, fullgraph=True, dynamic=False)
 
     def gradients(state: State, batches: Sequence[Batch]) -> Gradients:
@@ -136,7 +135,7 @@ def make_gradients(cfg: Config, mesh: Mesh, engine: Engine) -> Callable[[State, 
         rows = numbered(batches, state.step, mesh)
 
         def part_of(stage: Stage, row: Batch, x_TD: Tensor | None) -> tuple[Part, dict[str, Tensor]]:
-            if one_graph:
+            if cfg.compile.one_graph:
                 loss, y_TD, stats = forward(leaves, row, counts)
                 return Part(None, x_TD, y_TD, loss), stats
             row, context = own_part(cfg, row, mesh, training=True)
@@ -198,7 +197,7 @@ def defers_gradients(cfg: Config, mesh: Mesh) -> bool:
     parallel.defer_grad_sync=auto keeps them where they are whole anyway (zero stages 0 and 1), else where they fit beside the state.
     """
     choice, stage = cfg.parallel.defer_grad_sync, zero_stage(cfg.parallel.zero_stage)
-    if cfg.train.accumulate == 1 or mesh.world == 1 or (cfg.compile.enabled and cfg.compile.scope == "step"):
+    if cfg.train.accumulate == 1 or mesh.world == 1 or cfg.compile.one_graph:
         return False
     if choice != "auto" or stage <= 1:
         return choice if isinstance(choice, bool) else True

@@ -22,17 +22,21 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def attention_triton(q_TNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, cu_seqlens_U1: Tensor, segments_T: Tensor, keys_2U: Tensor | None,
                      causal: bool, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
-    starts_U, ends_U = cu_seqlens_U1[:-1], cu_seqlens_U1[1:]
-    key_starts_U, key_ends_U = (starts_U, ends_U) if keys_2U is None else keys_2U
-    return documents_attention(q_TNH, k_SGH, v_SGH, None, starts_U, ends_U, key_starts_U, key_ends_U, causal, scale, window)
+    return documents_attention(q_TNH, k_SGH, v_SGH, None, *_bounds(cu_seqlens_U1, keys_2U), causal, scale, window)
 
 
 def backward_triton(dout_TNH: Tensor, q_TNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, out_TNH: Tensor, lse_NT: Tensor, cu_seqlens_U1: Tensor,
                     segments_T: Tensor, keys_2U: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    own = cu_seqlens_U1[:-1], cu_seqlens_U1[1:]
-    ranges = [t.int().contiguous() for t in (*own, *(own if keys_2U is None else keys_2U))]
+    ranges = [t.int().contiguous() for t in _bounds(cu_seqlens_U1, keys_2U)]
     dq_TNH, dk_SGH, dv_SGH, _ = backward_op(dout_TNH, None, q_TNH, k_SGH, v_SGH, None, *ranges, out_TNH, lse_NT, causal, scale, None)
     return dq_TNH, dk_SGH, dv_SGH
+
+
+def _bounds(cu_seqlens_U1: Tensor, keys_2U: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Starts and ends of the documents' queries and of their keys."""
+    starts_U, ends_U = cu_seqlens_U1[:-1], cu_seqlens_U1[1:]
+    key_starts_U, key_ends_U = (starts_U, ends_U) if keys_2U is None else keys_2U
+    return starts_U, ends_U, key_starts_U, key_ends_U
 
 
 def documents_attention(q_TNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, bias_NTR: Tensor | None, starts_U: Tensor, ends_U: Tensor,

@@ -67,7 +67,7 @@ def pipeline(cfg: Config, environment: Environment) -> Iterator[str]:
         wanted = cfg.train.accumulate // p.pp * p.pp
         yield (f"train.accumulate={cfg.train.accumulate} makes no equal rounds for parallel.pp_schedule={p.pp_schedule} over {p.pp} ranks; "
                f"choose {wanted} or {wanted + p.pp}")
-    if cfg.compile.enabled and cfg.compile.scope == "step":
+    if cfg.compile.one_graph:
         yield f"compile.scope=step makes one graph of the model and parallel.pp={p.pp} cuts it into stages; choose compile.scope=layer"
 
 
@@ -87,11 +87,10 @@ def sharding(cfg: Config, environment: Environment) -> Iterator[str]:
         yield f"parallel.dp_replicate={p.dp_replicate} has no meaning with parallel.zero_stage=0, which replicates all; leave it at 1"
     if isinstance(p.defer_grad_sync, str) and p.defer_grad_sync != "auto":
         yield f"parallel.defer_grad_sync={p.defer_grad_sync} is unknown; choose one of auto, true, false"
-    one_graph = cfg.compile.enabled and cfg.compile.scope == "step"
-    if one_graph and stage in (1, 2):
+    if cfg.compile.one_graph and stage in (1, 2):
         yield (f"parallel.zero_stage={p.zero_stage} keeps weights from row to row, and compile.scope=step makes a graph a row; choose "
                "compile.scope=layer, or zero stage 0 or 3")
-    if one_graph and p.defer_grad_sync is True:
+    if cfg.compile.one_graph and p.defer_grad_sync is True:
         yield ("parallel.defer_grad_sync=true keeps gradients from row to row, and compile.scope=step makes a graph a row; choose "
                "compile.scope=layer, or defer_grad_sync=auto")
 
@@ -107,7 +106,7 @@ def offload(cfg: Config, environment: Environment) -> Iterator[str]:
     except ValueError as error:
         yield f"parallel.offload={error}"
         return
-    if found != "none" and cfg.compile.enabled and cfg.compile.scope == "step":
+    if found != "none" and cfg.compile.one_graph:
         yield f"parallel.offload={p.offload} moves tensors between graphs and compile.scope=step has one; choose compile.scope=layer"
     if found == "parameters" and ZERO_STAGES.get(str(p.zero_stage), p.zero_stage) in (0, 1, 2):
         yield (f"parallel.offload={p.offload} lets weights go after each layer and parallel.zero_stage={p.zero_stage} keeps them; choose "
@@ -121,7 +120,7 @@ def dtypes(cfg: Config, environment: Environment) -> Iterator[str]:
         return
     if cfg.precision != "bf16":
         yield f"optimizer.master_dtype=bf16 is narrower than precision={cfg.precision}, which computes with them; choose fp32"
-    if cfg.compile.enabled and cfg.compile.scope == "step":
+    if cfg.compile.one_graph:
         yield "optimizer.master_dtype=bf16 would round gradients in the graph of compile.scope=step; choose fp32, or compile.scope=layer"
 
 

@@ -103,7 +103,7 @@ def read(own: Mapping[str, str], overrides: Sequence[str]) -> tuple[Config, int,
     for key in ("world", "row"):
         if not own.get(key, "1").isdecimal() or int(own.get(key, "1")) < 1:
             raise Refused(f"{key}={own[key]} is no number of {'ranks' if key == 'world' else 'tokens'}; give one of at least 1")
-    if cfg.compile.enabled and cfg.compile.scope == "step":
+    if cfg.compile.one_graph:
         raise Refused("compile.scope=step makes one graph of a step, which is not planned; choose compile.scope=layer")
     for key in ("activation_checkpointing", "activation_checkpointing_encoder"):
         if kept_share(getattr(cfg.train, key)) is not None:

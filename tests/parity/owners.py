@@ -77,3 +77,7 @@ def randomise(model: torch.nn.Module) -> None:
         for key, b in model.named_buffers():
             if key.endswith("e_score_correction_bias"):
                 b.copy_(torch.randn_like(b) * 0.1)
+            if key.endswith("running_mean"):
+                b.normal_(0, 0.1)
+            if key.endswith("running_var"):
+                b.uniform_(0.5, 1.5)

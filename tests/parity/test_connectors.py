@@ -58,8 +58,6 @@ def conformer(transformers: ModuleType) -> Owner:
     theirs._attn_implementation = "eager"
     layers, enter, leave = transformers.ParakeetEncoder(theirs).eval(), Enter(WIDTH, 32), nn.Linear(32, LLM)
     randomise(layers)
-    for name, b in layers.named_buffers():
-        b.normal_(0, 0.1) if name.endswith("running_mean") else b.uniform_(0.5, 1.5) if name.endswith("running_var") else None
     layers.subsampling = enter
     state, inner = layers.state_dict(), ModelConfig(encoder=cfg)
     tensors = {e.path.replace("encoder.", "modality_adapter."): state[e.blocks[0].name].reshape(e.p.shape)
