@@ -9,6 +9,7 @@ from torch import Tensor
 from kernels.activation import activate_backward, activate_wide, widen
 from kernels.experts.routing import expert_keys
 from kernels.linear import product
+from kernels.side_by_side import side_by_side
 
 ROWS = 16  # rows of an expert are padded to a multiple: oneDNN builds a kernel for each new shape and keeps only the last 1,024
 
@@ -63,12 +64,14 @@ def _experts_op(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor
     rows = len(route.choice_R)
     h_RF = x_TD.new_empty(_bound(ids_TK, up_EFD.shape[0]) if keep_hidden else rows, up_EFD.shape[1])
     y_RD = x_TD.new_empty(rows + 1, down_EDF.shape[1])
-    by_expert = [t.split(route.sizes) for t in _token_and_weight(route, weights_TK)]
-    for count, tokens, weight, h, y, up, down in zip(route.counts, *by_expert, h_RF[:rows].split(route.sizes), y_RD[:-1].split(route.sizes),
-                                                     up_EFD.unbind(), down_EDF.unbind(), strict=True):
+
+    def one(count: int, tokens: Tensor, weight: Tensor, h: Tensor, y: Tensor, up: Tensor, down: Tensor) -> None:
         if count:
             product("nt", _take(x_TD, tokens, count), up, out=h)
             product("nt", activate_wide(widen(h), activation).mul_(weight).to(x_TD.dtype), down, out=y)
+
+    by_row = [t.split(route.sizes) for t in (*_token_and_weight(route, weights_TK), h_RF[:rows], y_RD[:-1])]
+    side_by_side(one, list(zip(route.counts, *by_row, up_EFD.unbind(), down_EDF.unbind(), strict=True)), route.counts)
     return _combine(y_RD, route.slots_TK), h_RF if keep_hidden else h_RF.new_empty(0, up_EFD.shape[1])
 
 
@@ -83,13 +86,13 @@ def _experts_backward_op(dy_TD: Tensor, h_RF: Tensor, x_TD: Tensor, ids_TK: Tens
     h_RF = h_RF[:rows] if keep_hidden else h_RF.new_empty(rows, up_EFD.shape[1])
     dweights_R = weights_TK.new_zeros(rows + 1)
     dup_EFD, ddown_EDF = _gradient(up_EFD, needs_up), _gradient(down_EDF, needs_down)
-    by_row = [t.split(route.sizes) for t in (*_token_and_weight(route, weights_TK), h_RF, dx_RD[:-1], dweights_R[:-1])]
-    by_expert = [t.unbind() for t in (up_EFD, down_EDF, dup_EFD, ddown_EDF)]
-    for count, tokens, weight, h, dx, dweight, up, down, dup, ddown in zip(route.counts, *by_row, *by_expert, strict=True):
+
+    def one(count: int, tokens: Tensor, weight: Tensor, h: Tensor, dx: Tensor, dweight: Tensor, up: Tensor, down: Tensor, dup: Tensor,
+            ddown: Tensor) -> None:
         if not count:
             dup.zero_()
             ddown.zero_()
-            continue
+            return
         x, dy = _take(x_TD, tokens, count), _take(dy_TD, tokens, count)
         h = widen(h if keep_hidden else product("nt", x, up, out=h))
         act = activate_wide(h, activation)
@@ -101,6 +104,10 @@ def _experts_backward_op(dy_TD: Tensor, h_RF: Tensor, x_TD: Tensor, ids_TK: Tens
         if needs_up:
             product("tn", dh, x, out=dup)
         product("nn", dh, up, out=dx)
+
+    by_row = [t.split(route.sizes) for t in (*_token_and_weight(route, weights_TK), h_RF, dx_RD[:-1], dweights_R[:-1])]
+    by_expert = [t.unbind() for t in (up_EFD, down_EDF, dup_EFD, ddown_EDF)]
+    side_by_side(one, list(zip(route.counts, *by_row, *by_expert, strict=True)), route.counts)
     return _combine(dx_RD, route.slots_TK), dweights_R[route.slots_TK], dup_EFD, ddown_EDF
 
 
