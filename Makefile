@@ -20,8 +20,8 @@ train: $(STAMP)
 	@$(RUN) train.py +experiment=digits $(ARGS)
 
 test: lint
-	@# one process more than two cores: tests of several processes wait for each other
-	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n 3 --dist loadfile $(ARGS)
+	@# one process more than two cores: tests of several processes wait for each other; files in their order, else those of few long tests come last
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(STAMP)
 	@$(RUN) -m ruff check .

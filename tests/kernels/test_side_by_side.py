@@ -30,8 +30,9 @@ def test_every_piece_once(costs: list[int], alone: bool) -> None:
 
 
 def test_both_threads_work_at_once() -> None:
-    meet = threading.Barrier(2, timeout=20)
-    side_by_side(lambda i: meet.wait(), [(0,), (1,)], [1, 1])  # one thread alone would wait for ever
+    meet, met = threading.Barrier(2, timeout=20), set[int]()
+    side_by_side(lambda i: met.add(meet.wait()), [(0,), (1,)], [1, 1])  # one thread alone would wait for the other
+    assert met == {0, 1}
 
 
 def test_threads_that_start_later_have_all_cores() -> None:
@@ -45,10 +46,14 @@ def test_threads_that_start_later_have_all_cores() -> None:
 
 def test_work_needs_no_gradient_and_its_fault_reaches_the_caller() -> None:
     w = torch.ones(2, requires_grad=True)
-    side_by_side(lambda i: w[i].mul_(2), [(0,), (1,)], [1, 1])
+
+    def double(i: int, divisor: int) -> None:
+        w[i].mul_(2 // divisor)
+
+    side_by_side(double, [(0, 1), (1, 1)], [1, 1])
     assert w.tolist() == [2, 2]
     with pytest.raises(ZeroDivisionError):
-        side_by_side(lambda i: 1 // i, [(0,), (1,)], [1, 1])
+        side_by_side(double, [(0, 1), (1, 0)], [1, 1])
 
 
 def test_experts_give_the_same_on_one_thread() -> None:
