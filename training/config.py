@@ -107,6 +107,8 @@ def composed(overrides: Sequence[str]) -> DictConfig:
             return compose("config", overrides=list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_sentence(error, overrides)) from error
+    except AssertionError as error:  # OmegaConf's, where a key leads through a value that is no group
+        raise ConfigError(f"one of {' '.join(overrides)} names a key inside what another sets to null; leave one of the two out") from error
 
 
 def _elsewhere(path: str) -> str | None:

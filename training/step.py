@@ -128,7 +128,7 @@ def make_gradients(cfg: Config, mesh: Mesh, engine: Engine) -> Callable[[State, 
         return row_loss(Pass(engine, leaves, context), batch, counts, cfg)
 
     if cfg.compile.one_graph:
-        forward = torch.compile(forward, fullgraph=True, dynamic=False)
+        forward = torch.compile(forward, fullgraph=True, dynamic=False, options=scheduled(mesh.device))
 
     def gradients(state: State, batches: Sequence[Batch]) -> Gradients:
         leaves, counts, shared = state.leaves(), label_counts(batches, mesh), Shared(holds, defers)
@@ -155,6 +155,17 @@ def make_gradients(cfg: Config, mesh: Mesh, engine: Engine) -> Callable[[State, 
         return Gradients({name: work.grads[name] for name in state.first}, total(work.sums), counts)
 
     return gradients
+
+
+def scheduled(device: torch.device) -> dict[str, Any] | None:
+    """Options that have the compiler start collectives of a graph ahead of work that they can run beside, and join small ones.
+
+    None on a CPU, since the compiler estimates times by the rates of a GPU, and in a torch that has no such passes (2.13 has them).
+    """
+    passes = getattr(torch._inductor.config, "aten_distributed_optimizations", None)
+    if device.type != "cuda" or not hasattr(passes, "enable_overlap_scheduling"):
+        return None
+    return {"aten_distributed_optimizations.enable_overlap_scheduling": True}
 
 
 def numbered(batches: Sequence[Batch], step: int, mesh: Mesh) -> list[Batch]:

@@ -91,6 +91,11 @@ def test_a_nested_experiment_file_is_named(tmp_path: Path, monkeypatch: pytest.M
         config.load(["+experiment=mine"])
 
 
+def test_a_key_inside_of_nothing_is_refused() -> None:
+    with pytest.raises(config.ConfigError, match="names a key inside what another sets to null; leave one of the two out"):
+        config.load(["+experiment=digits", "model.encoder=null", "model.encoder.d_model=16"])
+
+
 def test_shown_configuration_is_the_resolved_one() -> None:
     shown = launch.show(["+experiment=nemotron_ep8", "--cfg", "job", "train.steps=7"])
     assert re.search(r"^parallel:\n(  .*\n)*  ep: 8$", shown, re.MULTILINE)
