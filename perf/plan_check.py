@@ -7,7 +7,7 @@ from tests.dist.launch import torchrun
 
 FULL = ["train.activation_checkpointing=full", "train.activation_checkpointing_encoder=full"]
 SELECTIVE = ["train.activation_checkpointing=selective", "train.activation_checkpointing_encoder=selective"]
-COMPILED, ALL_TO_ALL = "compile.enabled=true", "parallel.ep_dispatch=alltoall"
+COMPILED, ALL_TO_ALL, RING = "compile.enabled=true", "parallel.ep_dispatch=alltoall", "parallel.cp_attention=ring"
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "dp 2": (2, []),
     "dp 2, compiled": (2, [COMPILED]),
@@ -21,6 +21,8 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "hsdp 2 x 2, ep 2, all to all": (4, ["parallel.dp_replicate=2", "parallel.ep=2", ALL_TO_ALL]),
     "ep 4, all to all, padding": (4, ["parallel.ep=4", ALL_TO_ALL]),
     "dp 2, cp 2, tp 2, ep 8": (8, ["parallel.cp=2", "parallel.tp=2", "parallel.ep=8"]),
+    "cp 2, ring": (2, ["parallel.cp=2", RING]),
+    "cp 4, ring, compiled": (4, ["parallel.cp=4", RING, COMPILED]),
     "pp 2, dp 2": (4, ["parallel.pp=2", "train.accumulate=3"]),
 }
 UTTERANCES, FEW = 12, 8  # of a row: full, or with padding

@@ -137,6 +137,8 @@ class Received(TorchDispatchMode):
                 self._reduced(args[0][0], dist.ProcessGroup.unbox(args[1]).size())
             case "c10d.recv_":
                 self.bytes += sum(t.nbytes for t in args[0])
+            case "reedling.hand_on":
+                self.bytes += sum(t.nbytes for t in out)
             case "_c10d_functional.all_to_all_single":
                 own = args[1][_resolve_process_group(args[3]).rank()]
                 self.bytes += out.nbytes * (1 - own / max(1, len(out)))

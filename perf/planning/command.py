@@ -4,6 +4,7 @@ import functools
 import math
 import multiprocessing
 import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
@@ -27,6 +28,9 @@ NEEDED_BY_RUNS_ALONE = ("data.manifest", "data.tokenizer", "run_dir")
 TRIED = 8  # layouts that a search simulates
 PROCESSES = 8  # at most, of a search
 POLICIES = ("none", "selective", "full")  # of activation checkpointing, the fastest first
+CHOSEN = (*(f"parallel.{key}" for key in ("zero_stage", "dp_replicate", "pp", "cp", "tp", "ep", "ep_dispatch")), "train.accumulate",
+          "train.activation_checkpointing", "train.activation_checkpointing_encoder")  # what a search varies
+STATE_BYTES = {"none": 16.0, "optimizer": 6.0, "parameters": 0.0}  # of a parameter on the device, gradients included, by offload
 
 
 class Refused(ValueError):
@@ -60,13 +64,17 @@ def search(own: Mapping[str, str], overrides: Sequence[str], started: float) -> 
     candidates = most_promising(cfg, world, machine)[:TRIED]
     if not candidates:
         raise Refused(f"no layout of {world} ranks satisfies the rules; try another world or row")
-    try_one = functools.partial(attempt, world=world, machine=machine, imbalance=imbalance, fill=fill)
+    try_one = functools.partial(attempt, given=cfg, world=world, machine=machine, imbalance=imbalance, fill=fill)
     found = each(try_one, candidates)
     found.sort(key=lambda f: (not f["fits"], -f["tokens_per_second_per_gpu"] if f["fits"] else f["peak_gib"]))
     show(f"layouts of {world} ranks", [
         {"layout": f["layout"], "recomputed": f["recomputed"], "fits": f["fits"], "peak GiB": f["peak_gib"],
          "step ms": 1e3 * f["step_seconds"], "tokens/s/GPU": f["tokens_per_second_per_gpu"], "exposed ms": 1e3 * f["exposed_communication"]}
         for f in found])
+    path = Path(own.get("picture", "runs/plan.png"))
+    picture_of_layouts(found, machine, path)
+    given = (f"{key}={value}" for key, value in own.items() if key != "picture")
+    print(f"wrote {path}; the first layout alone: {shlex.join(['python', 'plan.py', *overrides, *given, *found[0]['overrides'].split()])}")
     return found[0] | {"tried": len(found)} | planner.seconds_and_memory(started)
 
 
@@ -79,15 +87,21 @@ def each(function: Callable[[Config], dict[str, Any]], candidates: Sequence[Conf
         return list(pool.map(function, candidates))
 
 
-def attempt(cfg: Config, world: int, machine: Machine, imbalance: float | None, fill: float) -> dict[str, Any]:
-    """The figures of a layout that computes as little again as its memory allows."""
+def attempt(cfg: Config, given: Config, world: int, machine: Machine, imbalance: float | None, fill: float) -> dict[str, Any]:
+    """The figures of a layout that computes as little again as its memory allows, and the arguments that make it of what was given."""
     for policy in POLICIES:
         cfg.train.activation_checkpointing = policy
         cfg.train.activation_checkpointing_encoder = "none" if policy == "none" else "full"
         with suppress(TooMuch):
             plan = planner.plan(cfg, world, machine, imbalance, fill, to_the_end=policy == POLICIES[-1])
             break
-    return planner.figures(plan) | {"layout": layout(cfg), "recomputed": policy}
+    return planner.figures(plan) | {"layout": layout(cfg), "recomputed": policy, "overrides": changes(given, cfg)}
+
+
+def changes(before: Config, after: Config) -> str:
+    """What a search has chosen otherwise, as arguments."""
+    old, new = ({key: getattr(getattr(cfg, key.split(".")[0]), key.split(".")[1]) for key in CHOSEN} for cfg in (before, after))
+    return " ".join(f"{key}={new[key]}" for key in CHOSEN if new[key] != old[key])
 
 
 def read(own: Mapping[str, str], overrides: Sequence[str]) -> tuple[Config, int, Machine]:
@@ -108,8 +122,6 @@ def read(own: Mapping[str, str], overrides: Sequence[str]) -> tuple[Config, int,
     for key in ("activation_checkpointing", "activation_checkpointing_encoder"):
         if kept_share(getattr(cfg.train, key)) is not None:
             raise Refused(f"train.{key}={getattr(cfg.train, key)} lets the compiler choose, which is not planned; choose selective")
-    if offload_of(cfg) != "none":
-        raise Refused(f"parallel.offload={cfg.parallel.offload} keeps state on the host, which is not planned; choose none")
     if "row" in own:
         cfg = planner.with_row(cfg, int(own["row"]))
     p, machine = cfg.parallel, MACHINES[name]
@@ -144,7 +156,7 @@ def most_promising(cfg: Config, world: int, machine: Machine) -> list[Config]:
 def _promise(cfg: Config, world: int, machine: Machine, leaves: Sequence[tuple[int, bool]]) -> tuple[bool, float]:
     p, d = cfg.parallel, cfg.model.decoder
     shards, tokens = world // p.dp_replicate, cfg.data.rows[-1].tokens / (p.cp * p.tp)
-    state = sum(16.0 * n / max(shards, p.ep if routed else 1) for n, routed in leaves)
+    state = sum(STATE_BYTES[offload_of(cfg)] * n / max(shards, p.ep if routed else 1) for n, routed in leaves)
     whole = sum(2.0 * n / (p.ep if routed else p.tp) for n, routed in leaves)
     state += whole / p.pp if p.zero_stage != 3 else 0.0
     moved = sum(2.0 * n / (p.ep if routed else p.tp) for n, routed in leaves if not routed or shards > p.ep)
@@ -173,7 +185,9 @@ def memory(plan: Plan) -> list[dict[str, Any]]:
             for what, size in plan.trace.at_peak.most_common() if size]
     total = {"what": f"all, of {plan.machine.memory_bytes / GIB:.1f}", "at the peak": plan.peak_bytes / GIB,
              "before the step": plan.trace.state.total() / GIB}
-    return [*rows, total]
+    host = {"what": "on the host, beside it", "at the peak": plan.trace.host_peak_bytes / GIB,
+            "before the step": plan.trace.host_state_bytes / GIB}
+    return [*rows, total, *([host] if plan.trace.host_peak_bytes else [])]
 
 
 def places(plan: Plan) -> list[dict[str, Any]]:
@@ -197,21 +211,34 @@ def slowest(t: Times) -> list[tuple[str, float]]:
 
 
 def picture(plan: Plan, path: Path) -> None:
-    """Memory and time as two bars each."""
+    """What memory and time consist of."""
+    parts = [*slowest(plan.times), ("exposed communication", plan.times.exposed)]
+    bars(path, f"{layout(plan.cfg)}, {plan.world} ranks, {round(plan.tokens_per_second):,} tokens/s/GPU at most",
+         {"memory at the peak (GiB)": {name: size / GIB for name, size in plan.trace.at_peak.most_common() if size > 0},
+          "a step (ms)": {name: 1e3 * seconds for name, seconds in parts}})
+
+
+def picture_of_layouts(found: Sequence[Mapping[str, Any]], machine: Machine, path: Path) -> None:
+    """Memory and speed of the layouts of a search."""
+    names = [f"{f['layout']}\nrecomputed: {f['recomputed']}{'' if f['fits'] else ', does not fit'}" for f in found]
+    bars(path, f"layouts of {found[0]['ranks']} ranks",
+         {f"memory at the peak (GiB of {machine.memory_bytes / GIB:.1f})": {n: f["peak_gib"] for n, f in zip(names, found, strict=True)},
+          "tokens/s/GPU at most": {n: f["tokens_per_second_per_gpu"] for n, f in zip(names, found, strict=True)}})
+
+
+def bars(path: Path, title: str, panels: Mapping[str, Mapping[str, float]]) -> None:
+    """A picture of horizontal bars, a panel beside the other."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5))
-    parts = [{name: size / GIB for name, size in plan.trace.at_peak.most_common() if size > 0},
-             dict(slowest(plan.times)) | {"exposed communication": plan.times.exposed}]
-    for axes, values, title in ((left, parts[0], "memory at the peak (GiB)"), (right, parts[1], "a step (ms)")):
-        scale = 1.0 if axes is left else 1e3
-        axes.barh(list(values), [scale * v for v in values.values()])
+    figure, all_axes = plt.subplots(1, len(panels), figsize=(6 * len(panels), 5))
+    for axes, (name, values) in zip(all_axes, panels.items(), strict=True):
+        axes.barh(list(values), list(values.values()))
         axes.invert_yaxis()
-        axes.set_title(title)
-    figure.suptitle(f"{layout(plan.cfg)}, {plan.world} ranks, {round(plan.tokens_per_second):,} tokens/s/GPU at most")
+        axes.set_title(name)
+    figure.suptitle(title)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

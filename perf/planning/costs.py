@@ -16,6 +16,15 @@ Values = dict[str, Any]  # arguments of an operator, by name
 
 
 @dataclass(frozen=True)
+class Ring:
+    """What a token sees of each rank's part of the row, where these come one after the other."""
+
+    tokens: int  # of a part
+    own: float  # keys among those of its own rank
+    other: float  # of each other rank
+
+
+@dataclass(frozen=True)
 class Load:
     """What shapes do not say: how much of a static buffer holds data."""
 
@@ -24,6 +33,7 @@ class Load:
     utterance_frames: float  # length of an utterance of the audio row
     fill: float = 1.0  # share of the token row's slots that hold tokens
     imbalance: float = 1.0  # tokens of the fullest rank of experts over the mean
+    ring: Ring | None = None  # where a row is split over cp
 
 
 def tensor_bytes(value: Any) -> int:
@@ -78,10 +88,17 @@ def _attention(products: float) -> Callable[[Values, Load], tuple[float, float]]
     """`products` of all pairs that see each other."""
     def count(v: Values, load: Load) -> tuple[float, float]:
         q = v["q_ANH"] if "q_ANH" in v else v["q_TNH"]
-        seen = load.document_tokens / 2 if v.get("causal", False) else load.utterance_frames
-        return 2.0 * products * q.shape[0] * q.shape[1] * q.shape[2] * seen, 1.0
+        return 2.0 * products * q.shape[0] * q.shape[1] * q.shape[2] * _keys_seen(v, len(q), load), 1.0
 
     return count
+
+
+def _keys_seen(v: Values, queries: int, load: Load) -> float:
+    """By a query on average. Where keys were gathered there are more of them than queries."""
+    causal = v.get("causal", False)
+    if load.ring is not None and "k_SGH" in v and queries == len(v["k_SGH"]) == load.ring.tokens:
+        return load.ring.own if causal else load.ring.other
+    return load.document_tokens / 2 if causal else load.utterance_frames
 
 
 def _ssd(within: float, across: float) -> Callable[[Values, Load], tuple[float, float]]:
@@ -121,6 +138,8 @@ def workspace(target: Any, values: Values) -> int:
     if name == "ssd_triton_backward":
         states = values["states_PNHS"]
         return 2 * math.prod(states.shape[1:]) * math.ceil(values["x_TNH"].shape[0] / values["chunk"]) * states.element_size()
+    if name == "hand_on":
+        return tensor_bytes(values["parts"])  # the copies that are sent
     if name.startswith("linear_cross_entropy"):
         (tokens, _), rows = values["h_TD"].shape, values["weight_VD"].shape[0]
         gradient = 4 * values["weight_VD"].numel() if values["weight_grad"] else 0
@@ -132,6 +151,11 @@ def arguments(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Val
     """By name, defaults included."""
     named = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
     return named | {a.name: v for a, v in zip(target._schema.arguments, args, strict=False)} | kwargs
+
+
+def changed(target: Any, values: Values) -> list[Any]:
+    """Arguments that an operator writes into; of gradients, AdamW declares it and does it with a scale alone."""
+    return [values[a.name] for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write and a.name != "grads"]
 
 
 def is_pointwise(target: Any) -> bool:

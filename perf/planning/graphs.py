@@ -1,7 +1,7 @@
 """What a compiled layer does, read off its graph: products and passes over memory, collectives, the most memory between its ends."""
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch.fx import GraphModule, Node
 from perf.cases import Work
 from perf.planning import costs
 from perf.planning.costs import Load, tensor_bytes
+from perf.planning.repeats import UNNAMED
 
-COLLECTIVES = {"all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "all_reduce": "all_reduce", "all_to_all": "all_to_all"}
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "hand_on")
 
 
 @dataclass(frozen=True)
@@ -27,18 +28,33 @@ class Send:
 
 
 @dataclass(frozen=True)
+class Begin:
+    """A collective whose result will lie in this storage."""
+
+    send: Send
+    storage: int
+
+
+@dataclass(frozen=True)
+class Wait:
+    """For the collective whose result lies in this storage."""
+
+    storage: int
+
+
+@dataclass(frozen=True)
 class Graph:
     """One direction of one layer."""
 
     name: str
-    steps: tuple[Work | Send, ...]
+    steps: tuple[Work | Begin | Wait, ...]
     transient_bytes: int  # most that its own tensors take at a time, results included
 
 
 def collective(target: Any) -> str | None:
     """The kind of collective that an operator begins."""
     name = str(target)
-    if "c10d" not in name or "wait" in name or "::" in name:
+    if ("c10d" not in name and "hand_on" not in name) or "wait" in name or "::" in name:
         return None
     return next((kind for kind in COLLECTIVES if kind.replace("_", "") in name.replace("_", "")), None)
 
@@ -52,23 +68,46 @@ def send(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 
 
 def analyse(name: str, graph: GraphModule, load: Load) -> Graph:
-    """Operations that a compiler fuses count once for what they read and write together; views cost nothing."""
+    """Operations that a compiler fuses count once for what they read and write together, at the place of the last of them; views cost
+    nothing. Collectives begin and are waited for at their places."""
     nodes = [n for n in graph.graph.nodes if n.op == "call_function"]
     owners = {n: _owner(n) for n in graph.graph.nodes}
     users = _users(graph, owners)
     stored = {n for n in nodes if owners[n] is n and (not _fused(n) or any(u.op == "output" or not _fused(u) for u in users[n]))}
-    clusters = _clusters(nodes, owners)
-    steps: list[Work | Send] = []
+    clusters = {cluster[-1]: cluster for cluster in _clusters(nodes, owners)}
+    steps: list[Work | Begin | Wait] = []
+    begun: dict[Node, int] = {}
     for n in nodes:
-        if owners[n] is not n or _fused(n) or n.target is operator.getitem:
-            continue
-        call, kind = (n.target, _meta(n.args), _meta(n.kwargs), n.meta["val"]), collective(n.target)
-        steps.append(costs.work(*call, load) if kind is None else send(*call, kind))
-    for cluster in clusters:
-        read = {i for n in cluster for i in n.all_input_nodes if owners[i] not in cluster}
-        written = [n for n in cluster if n in stored]
-        steps.append(Work(0.0, float(_read_bytes(read, owners) + sum(tensor_bytes(n.meta.get("val")) for n in written))))
+        if _waits(n):
+            steps.append(Wait(begun[_collective_of(n)]))
+        elif n in clusters:
+            steps.append(_pass(clusters[n], owners, stored))
+        elif owners[n] is n and not _fused(n) and n.target is not operator.getitem:
+            call, kind = (n.target, _meta(n.args), _meta(n.kwargs), n.meta["val"]), collective(n.target)
+            if kind is None:
+                steps.append(costs.work(*call, load))
+            else:
+                begun[n] = next(UNNAMED)
+                steps.append(Begin(send(*call, kind), begun[n]))
     return Graph(name, tuple(steps), _transient(nodes, owners, users, stored))
+
+
+def _waits(n: Node) -> bool:
+    return getattr(n.target, "__name__", "").startswith("wait_tensor")
+
+
+def _collective_of(n: Node) -> Node:
+    """The one that a wait is for."""
+    while n.op == "call_function" and (_waits(n) or collective(n.target) is None):
+        n = n.all_input_nodes[0]
+    return n
+
+
+def _pass(cluster: list[Node], owners: dict[Node, Node], stored: set[Node]) -> Work:
+    """Over memory, by what is fused."""
+    read = {i for n in cluster for i in n.all_input_nodes if owners[i] not in cluster}
+    written = sum(tensor_bytes(n.meta.get("val")) for n in cluster if n in stored)
+    return Work(0.0, float(_read_bytes(read, owners) + written))
 
 
 def outcome(graph: GraphModule) -> Callable[[Sequence[Any]], list[Any]]:
@@ -188,8 +227,3 @@ def _meta(value: Any) -> Any:
 
 def _values(n: Node) -> dict[str, Any]:
     return costs.arguments(n.target, _meta(n.args), _meta(n.kwargs))
-
-
-def sends(steps: Iterable[Work | Send]) -> Iterator[Send]:
-    """The collectives among them."""
-    return (step for step in steps if isinstance(step, Send))

@@ -17,7 +17,7 @@ from model.stages import own_stages, schedule_of
 from parallel.mesh import sizes
 from parallel.pipeline import most_live, orders
 from parallel.validate import Environment, validate
-from perf.planning.costs import Load
+from perf.planning.costs import Load, Ring
 from perf.planning.machines import GIB, RESERVED_BYTES, Machine
 from perf.planning.meter import Trace
 from perf.planning.timeline import Times, bytes_by_axis, step_times
@@ -84,7 +84,21 @@ def load(cfg: Config, imbalance: float = 1.0, fill: float = 1.0) -> Load:
     row, p = cfg.data.rows[-1], cfg.parallel
     tokens = row.tokens * fill
     rows = tokens / (p.cp * p.tp) * cfg.model.decoder.top_k * imbalance
-    return Load(rows, tokens / row.utterances, row.audio_frames / row.utterances, fill, imbalance)
+    return Load(rows, tokens / row.utterances, row.audio_frames / row.utterances, fill, imbalance, ring(cfg, tokens / row.utterances))
+
+
+def ring(cfg: Config, document: float) -> Ring | None:
+    """A token sees half of its document on average: how much of that lies on the same rank, in a row of documents of this length."""
+    cp, tokens = cfg.parallel.cp, cfg.data.rows[-1].tokens
+    if cp == 1:
+        return None
+    slots = np.arange(tokens)
+    starts, chunk = slots // document * document, tokens // (2 * cp)
+    mirrored = (2 * cp - 1 - slots // chunk) * chunk  # where the rank's other chunk begins
+    own = 1 + slots - np.maximum(starts, slots // chunk * chunk)
+    own = own + np.where(mirrored < slots, (mirrored + chunk - np.maximum(starts, mirrored)).clip(0), 0)
+    share = 1 / cp if cfg.parallel.cp_split == "document" else float(own.sum() / (1 + slots - starts).sum())
+    return Ring(tokens // cp, share * document / 2, (1 - share) * document / 2 / (cp - 1))
 
 
 def random_imbalance(cfg: Config) -> float:
@@ -155,7 +169,8 @@ def seconds_and_memory(started: float) -> dict[str, float]:
 def figures(plan: Plan) -> dict[str, object]:
     """The keys of the JSON object."""
     return {"ranks": plan.world, "fits": plan.fits, "peak_gib": round(plan.peak_bytes / GIB, 1), "step_seconds": round(plan.times.total, 4),
-            "tokens_per_second_per_gpu": round(plan.tokens_per_second), "exposed_communication": round(plan.times.exposed, 4)}
+            "tokens_per_second_per_gpu": round(plan.tokens_per_second), "exposed_communication": round(plan.times.exposed, 4),
+            "host_gib": round(plan.trace.host_peak_bytes / GIB, 1)}
 
 
 def communication(plan: Plan) -> list[dict[str, object]]:

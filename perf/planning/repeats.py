@@ -43,7 +43,7 @@ class Recording:
     transient_bytes: int
 
 
-_INTERNAL = count(-1, -1)  # names of memory that no tensor has
+UNNAMED = count(-1, -1)  # names of memory that no tensor has
 
 
 def shapes_of(inputs: Sequence[Any]) -> Hashable:
@@ -92,7 +92,7 @@ def repeat(recording: Recording, inputs: Sequence[Any]) -> tuple[Any, list[Any]]
 
     def name(storage: int) -> int:
         if storage not in recording.storages:
-            return internal.setdefault(storage, next(_INTERNAL))
+            return internal.setdefault(storage, next(UNNAMED))
         given, place = recording.storages[storage]
         return int((inputs[place] if given else made[place]).untyped_storage()._cdata)
 

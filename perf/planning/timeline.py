@@ -1,8 +1,8 @@
 """How long a step takes on a machine that does nothing but products, passes over memory and messages, each at its rate.
 
-A collective that the trainer begins between graphs runs beside the products until its result is waited for, one after another in its group;
-one inside a layer's graph is waited for at once; what a rank of a pipeline sends leaves as soon as it is there. Launches cost nothing: this
-is a floor.
+A collective runs beside the products from where it begins, between graphs or in one, until its result is waited for, one after another in
+its group; what a rank of a pipeline sends leaves as soon as it is there. Products wait for copies to and from the host, which are in their
+stream, and for what the host computes. Launches cost nothing: this is a floor.
 """
 
 from collections import Counter, defaultdict
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from perf.cases import Work
-from perf.planning.graphs import Send
+from perf.planning.graphs import Begin, Graph, Send, Wait
 from perf.planning.machines import COPIES, LATENCY_SEC, LINKS, PRODUCTS, Machine
-from perf.planning.meter import Begin, Event, Sent, Taken, Trace, Wait
+from perf.planning.meter import Copied, Event, HostWork, Sent, Taken, Trace
 
 MESSAGES = "pp: receive"
 
@@ -21,7 +21,7 @@ MESSAGES = "pp: receive"
 class Times:
     """Seconds of a step."""
 
-    compute: float = 0.0
+    compute: float = 0.0  # of the device and, while it waits, of the host
     exposed: float = 0.0  # communication that products wait for
     bubble: float = 0.0  # in which other ranks of the pipeline compute
     hidden: float = 0.0  # communication beside products
@@ -73,16 +73,25 @@ class Rank:
     def _must_wait(self, event: Event) -> bool:
         return isinstance(event, Taken) and event.number >= len(self.sent[event.source, self.place])
 
-    def _pass(self, event: Event) -> None:
-        times, trace = self.times, self.trace
-        if isinstance(event, Wait):
+    def _pass(self, event: Event, layer: str = "") -> None:
+        """:param layer: whose graph it belongs to"""
+        times, trace, machine = self.times, self.trace, self.machine
+        if isinstance(event, Work):
+            self._compute(event.seconds(PRODUCTS * machine.flops, COPIES * machine.bandwidth), layer or "between the layers")
+        elif isinstance(event, HostWork):
+            self._compute(event.bytes / (COPIES * machine.host_bandwidth), "the host")
+        elif isinstance(event, Wait):
             times.exposed += self._until(self.ends.pop(event.storage, self.now))
         elif isinstance(event, Begin):
-            taken = send_seconds(event.send, trace, self.machine)
+            taken = send_seconds(event.send, trace, machine)
             self.ends[event.storage] = self._sent_by(event.send.group, taken)
-            times.by_axis[label(event.send, trace, "")] += taken
+            times.by_axis[label(event.send, trace, layer)] += taken
+        elif isinstance(event, Copied):
+            taken = event.bytes / (LINKS * machine.host_link)
+            times.by_axis[event.label] += taken
+            times.exposed += self._until(self.now + taken)
         elif isinstance(event, Sent):
-            taken = message_seconds(event, self.place, trace, self.machine)
+            taken = message_seconds(event, self.place, trace, machine)
             self.sent[self.place, event.to].append((self._sent_by(event.to, taken), taken))
         elif isinstance(event, Taken):
             arrival, taken = self.sent[event.source, self.place][event.number]
@@ -91,18 +100,12 @@ class Rank:
             times.exposed += min(late, taken)
             times.bubble += max(0.0, late - taken)
         else:
-            for part in (event,) if isinstance(event, Work) else event.steps:
-                self._compute(part, "between the layers" if isinstance(event, Work) else event.name)
+            for part in event.steps:
+                self._pass(part, event.name)
 
-    def _compute(self, part: Work | Send, name: str) -> None:
-        if isinstance(part, Send):
-            taken = send_seconds(part, self.trace, self.machine)
-            self.times.by_axis[label(part, self.trace, " in layers")] += taken
-            self.times.exposed += taken
-        else:
-            taken = part.seconds(PRODUCTS * self.machine.flops, COPIES * self.machine.bandwidth)
-            self.times.compute += taken
-            self.times.by_graph[name] += taken
+    def _compute(self, taken: float, name: str) -> None:
+        self.times.compute += taken
+        self.times.by_graph[name] += taken
         self.now += taken
 
     def _until(self, moment: float) -> float:
@@ -115,13 +118,15 @@ class Rank:
         return self.free[way]
 
 
-def label(sent: Send, trace: Trace, where: str) -> str:
-    """Over which axes a collective goes, and its kind."""
-    return f"{trace.groups[sent.group][0]}: {sent.kind}{where}"
+def label(sent: Send, trace: Trace, layer: str) -> str:
+    """Over which axes a collective goes, its kind, and whether a layer's graph has it."""
+    return f"{trace.groups[sent.group][0]}: {sent.kind}{' in layers' if layer else ''}"
 
 
 def received_bytes(sent: Send, ranks: int) -> float:
     """What a rank gets from the others."""
+    if sent.kind == "hand_on":
+        return sent.bytes
     return sent.bytes * (ranks - 1) / ranks * (2 if sent.kind == "all_reduce" else 1)
 
 
@@ -131,6 +136,8 @@ def send_seconds(sent: Send, trace: Trace, machine: Machine) -> float:
     if len(ranks) == 1:
         return 0.0
     nodes = {rank // machine.node for rank in ranks}
+    if sent.kind == "hand_on":  # all wait for the slowest pair
+        return sent.bytes / (LINKS * (machine.link if len(nodes) == 1 else machine.network)) + LATENCY_SEC
     here = len(ranks) / len(nodes)
     passes = sent.bytes * (2 if sent.kind == "all_reduce" else 1)
     inside = passes * (1 - 1 / len(ranks)) / (LINKS * machine.link) if here > 1 else 0.0
@@ -147,14 +154,15 @@ def message_seconds(message: Sent, place: int, trace: Trace, machine: Machine) -
 
 
 def bytes_by_axis(trace: Trace) -> Counter[str]:
-    """What a rank receives in a step."""
+    """What a rank receives in a step, and what passes between it and its host."""
     counts: Counter[str] = Counter()
     for event in trace.events:
-        outside = isinstance(event, Begin)
         if isinstance(event, Taken):
             counts[MESSAGES] += event.bytes
-        for part in (event.send,) if isinstance(event, Begin) else getattr(event, "steps", ()):
-            if isinstance(part, Send):
-                ranks = len(trace.groups[part.group][1])
-                counts[label(part, trace, "" if outside else " in layers")] += round(received_bytes(part, ranks))
+        if isinstance(event, Copied):
+            counts[event.label] += event.bytes
+        for part in event.steps if isinstance(event, Graph) else (event,):
+            if isinstance(part, Begin):
+                sent, layer = part.send, event.name if isinstance(event, Graph) else ""
+                counts[label(sent, trace, layer)] += round(received_bytes(sent, len(trace.groups[sent.group][1])))
     return counts

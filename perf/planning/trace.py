@@ -32,17 +32,17 @@ from kernels import launch, linear_cross_entropy
 from model import params
 from model.context import Context
 from model.stages import own_spec
-from parallel import expert, mesh, sharding
+from parallel import expert, gather, mesh, sharding
 from parallel.mesh import Mesh, make_mesh
 from perf.planning.costs import Load, tensor_bytes
 from perf.planning.graphs import analyse, outcome
-from perf.planning.meter import Event, Meter, Sent, Taken, Trace
+from perf.planning.meter import HOST, Event, Meter, Sent, Taken, Trace
 from training import engine, recompute
 from training import step as training_step
 from training.engine import Engine
 from training.pipeline import Transfers
 from training.state import State, init_state
-from training.step import make_engine, make_step, master_dtype, moment_dtype
+from training.step import DTYPES, make_engine, make_step, master_dtype, moment_dtype, offload_of
 
 BLOCK_BYTES = 512  # in which a GPU's memory is given out
 
@@ -155,6 +155,8 @@ def trace_step(cfg: Config, world: int, gpu: bool, memory_bytes: float, load: Lo
                 follow(meter, state, static, cfg)
                 stack.enter_context(mock.patch.object(training_step, "row_loss", _measured(meter, training_step.row_loss)))
                 stack.enter_context(mock.patch.object(training_step, "Transfers", functools.partial(Messages, trace.events)))
+                for module in (gather, training_step):
+                    stack.enter_context(mock.patch.object(module, "to_host", meter.to_host))
                 make_step(cfg, places, static)(state, [row] * cfg.train.accumulate)
     finally:
         dist.destroy_process_group()
@@ -225,17 +227,25 @@ def empty_state(cfg: Config, places: Mesh) -> State:
             return torch.empty(p.shape, device=places.device)
         return sharding.from_local(p, torch.empty([n for _, n in sharding.local_box(p, places)], dtype=dtype, device=places.device), places)
 
-    return init_state(spec, cfg.seed, places, dtype, {name: part(p) for name, p in params.named_leaves(spec)}, moments=moment_dtype(cfg))
+    state = init_state(spec, cfg.seed, places, dtype, {name: part(p) for name, p in params.named_leaves(spec)}, offload_of(cfg),
+                       DTYPES[cfg.precision], moment_dtype(cfg))
+    if offload_of(cfg) != "optimizer":
+        return state
+    # of their own also where they are as wide as the parameters, which are elsewhere
+    return dataclasses.replace(state, copies={name: torch.empty_like(copy) for name, copy in state.copies.items()})
 
 
 def follow(meter: Meter, state: State, static: Engine, cfg: Config) -> None:
     """Counts the state, and makes the trainer's own parts say what their memory is for."""
+    away = offload_of(cfg) != "none"
+    with meter.within("parameters" if offload_of(cfg) == "optimizer" else HOST):
+        meter.hold(list(state.copies.values()))
     for purpose, tensors in (("parameters", state.params), ("moments", state.first), ("moments", state.second)):
-        with meter.within(purpose):
+        with meter.within(HOST if away else purpose):
             meter.hold(list(sharding.local(tensors).values()))
     with meter.within("buffers"):
         meter.hold(list(state.buffers.values()))
-    meter.trace.state = Counter(meter.live)
+    meter.trace.state, meter.trace.host_state_bytes = meter.device, meter.live[HOST]
     if cfg.compile.enabled:
         static.function = Layers(meter, meter.load).function  # type: ignore[method-assign]
     for unit in {id(u): u for u in (*static.units.values(), *static.joined.values())}.values():
@@ -260,9 +270,9 @@ def _measured(meter: Meter, loss: Callable[..., Any]) -> Callable[..., Any]:
     begun: list[int] = []
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        begun.append(meter.live.total())
+        begun.append(meter.device_bytes)
         out = loss(*args, **kwargs)
-        meter.trace.forward_bytes = max(meter.trace.forward_bytes, meter.live.total() - begun[0])
+        meter.trace.forward_bytes = max(meter.trace.forward_bytes, meter.device_bytes - begun[0])
         return out
 
     return call

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -19,13 +20,13 @@ from parallel.validate import Environment, validate
 from perf.cases import Work
 from perf.planning import command, planner
 from perf.planning.costs import Load
-from perf.planning.graphs import Graph, Send, analyse, outcome
+from perf.planning.graphs import Begin, Graph, Send, Wait, analyse, outcome
 from perf.planning.machines import COPIES, LATENCY_SEC, LINKS, MACHINES, PRODUCTS, RESERVED_BYTES
-from perf.planning.meter import Begin, Meter, Sent, Taken, TooMuch, Trace, Wait
+from perf.planning.meter import FROM_HOST, TO_HOST, Copied, HostWork, Meter, Sent, Taken, TooMuch, Trace
 from perf.planning.repeats import record, repeat
 from perf.planning.timeline import Times, bytes_by_axis, step_times
 from perf.planning.trace import Layers, exchange, meeting
-from training import config
+from training import config, optimizer
 
 H100 = MACHINES["h100"]
 LOAD = Load(expert_rows=10, document_tokens=8, utterance_frames=8)
@@ -143,8 +144,8 @@ def test_a_collective_hides_behind_the_work_until_its_wait() -> None:
     assert times.compute == pytest.approx(sending)
     assert times.exposed == pytest.approx(0.5 * sending)
     assert times.hidden == pytest.approx(0.5 * sending)
-    inside = of_one(traced(Graph("layer", (work, Send("reduce_scatter", size, "g"), work), 0)))
-    assert (inside.exposed, inside.total) == (pytest.approx(sending), pytest.approx(2 * sending))
+    inside = of_one(traced(Graph("layer", (work, Begin(Send("reduce_scatter", size, "g"), 1), work, Wait(1), work), 0)))
+    assert (inside.exposed, inside.total) == (pytest.approx(0.5 * sending), pytest.approx(2 * sending))
 
 
 def test_a_group_sends_one_thing_after_the_other() -> None:
@@ -164,6 +165,23 @@ def test_links_or_the_network_decide(ranks: list[int], seconds: float) -> None:
     assert of_one(trace).total == pytest.approx(seconds + LATENCY_SEC)
 
 
+@pytest.mark.parametrize(("ranks", "rate"), [([0, 1, 2], H100.link), ([6, 7, 8], H100.network)])
+def test_a_ring_is_as_fast_as_its_slowest_pair(ranks: list[int], rate: float) -> None:
+    trace = Trace(events=[Begin(Send("hand_on", 1 << 20, "g"), 1), Wait(1)], groups={"g": ("cp", ranks)})
+    assert of_one(trace).total == pytest.approx((1 << 20) / (LINKS * rate) + LATENCY_SEC)
+    assert bytes_by_axis(trace) == Counter({"cp: hand_on": 1 << 20})
+
+
+def test_products_wait_for_copies_to_the_host_and_for_what_it_computes() -> None:
+    work = Work(1e-3 * PRODUCTS * H100.flops, 0)
+    trace = traced(work, Copied(TO_HOST, 1 << 30), HostWork(1 << 20), Copied(FROM_HOST, 1 << 29), work)
+    times = of_one(trace)
+    assert times.exposed == pytest.approx(3 * (1 << 29) / (LINKS * 64e9))  # PCIe 5.0 x16
+    assert times.compute == pytest.approx(2e-3 + (1 << 20) / (COPIES * 614e9 / 8))  # a GPU's share of 16 channels of DDR5-4800
+    assert times.total == pytest.approx(times.exposed + times.compute)
+    assert bytes_by_axis(trace) == Counter({TO_HOST: 1 << 30, FROM_HOST: 1 << 29})
+
+
 def test_a_collective_that_nobody_waits_for_is_a_fault() -> None:
     with pytest.raises(AssertionError, match="1 collectives that nobody waits for"):
         of_one(traced(Begin(Send("all_gather", 800, "g"), 1), Wait(2)))
@@ -175,7 +193,7 @@ def test_memory_bounds_a_pass() -> None:
 
 def test_bytes_received() -> None:
     trace = traced(Begin(Send("all_gather", 800, "g"), 1), Begin(Send("all_reduce", 800, "g"), 2),
-                   Graph("layer", (Send("all_to_all", 800, "g"),), 0))
+                   Graph("layer", (Begin(Send("all_to_all", 800, "g"), 3), Wait(3)), 0))
     assert bytes_by_axis(trace) == Counter({"shard: all_gather": 700, "shard: all_reduce": 1400, "shard: all_to_all in layers": 700})
 
 
@@ -201,21 +219,30 @@ def test_a_plan_from_the_command_line(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "plan.py", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])
-    assert set(figures) == {"ranks", "fits", "peak_gib", "step_seconds", "tokens_per_second_per_gpu", "exposed_communication", "seconds",
-                            "peak_rss_gib"}
-    assert (figures["ranks"], figures["fits"]) == (1024, True)
+    assert set(figures) == {"ranks", "fits", "peak_gib", "step_seconds", "tokens_per_second_per_gpu", "exposed_communication",
+                            "host_gib", "seconds", "peak_rss_gib"}
+    assert (figures["ranks"], figures["fits"], figures["host_gib"]) == (1024, True, 0.0)
     assert (tmp_path / "plan.png").stat().st_size > 1000
 
 
-def test_a_search_lists_what_fits_and_is_fastest_first(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_lists_what_fits_and_is_fastest_first(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+                                                       tmp_path: Path) -> None:
     monkeypatch.setattr(command, "TRIED", 3)
     monkeypatch.setattr(command, "PROCESSES", 1)
-    best = command.search({"gpu": "rtx4090", "world": "2"}, [*TEXT, "model.decoder.pattern=E"], 0.0)
+    own, text = {"gpu": "rtx4090", "world": "2"}, [*TEXT, "model.decoder.pattern=E"]
+    best = command.search(own | {"picture": f"{tmp_path}/layouts.png"}, text, 0.0)
     assert (best["tried"], best["fits"], best["recomputed"]) == (3, True, "none")
-    rates = [int(line.split("│")[6]) for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert (tmp_path / "layouts.png").stat().st_size > 1000
+    printed = capsys.readouterr().out
+    rates = [int(line.split("│")[6]) for line in printed.splitlines() if line.startswith("│")]
     assert len(rates) == 3
     assert rates == sorted(rates, reverse=True)
     assert best["tokens_per_second_per_gpu"] == rates[0]
+    pasted = shlex.split(next(line for line in printed.splitlines() if "alone: " in line).split("alone: ")[1])
+    assert pasted[:2] == ["python", "plan.py"]
+    cfg, world, machine = command.read(own, [argument for argument in pasted[2:] if argument.split("=")[0] not in own])
+    again = planner.figures(planner.plan(cfg, world, machine))
+    assert again == {key: best[key] for key in again}
 
 
 @pytest.mark.parametrize(("own", "sentence"), [
@@ -241,9 +268,65 @@ def test_a_plan_that_need_not_go_to_the_end_stops_where_memory_does() -> None:
     assert not torch.distributed.is_initialized()
 
 
-def test_state_on_the_host_is_not_planned() -> None:
-    with pytest.raises(command.Refused, match="^parallel.offload=optimizer keeps state on the host, which is not planned; choose none"):
-        command.show_plan({"world": "8"}, ["+experiment=nemotron_ep8", "parallel.offload=optimizer"], 0.0)
+def test_an_update_reads_and_writes_what_it_changes() -> None:
+    with FakeTensorMode(), Meter(Trace(), LOAD, 1) as meter:
+        weights, grads, first, second = ({"a": torch.empty(1000), "b": torch.empty(200)} for _ in range(4))
+        meter.trace.events.clear()
+        optimizer.clip(list(grads.values()), torch.ones(()), 1.0)
+        clipped = sum(e.bytes for e in meter.trace.events if isinstance(e, Work))
+        optimizer.update(weights, grads, first, second, 0, 1e-3, config.load(TEXT)[0].optimizer, {"a", "b"})
+        updated = sum(e.bytes for e in meter.trace.events if isinstance(e, Work)) - clipped
+    assert clipped == pytest.approx(1200 * 8, abs=64)  # and a few numbers
+    assert updated == pytest.approx(1200 * (16 + 12), abs=64)
+
+
+def test_state_on_the_host_takes_its_memory_and_the_link_to_it() -> None:
+    text = [*TEXT, "model.decoder.pattern=*", "parallel.ep=1"]
+    none, first, all_of_it = (planner.plan(config.load([*text, f"parallel.offload={offload}"])[0], 2, H100)
+                              for offload in ("none", "optimizer", "parameters"))
+    held = none.trace.state["parameters"] / 4
+    assert (none.trace.host_peak_bytes, first.trace.state["moments"], all_of_it.trace.state["parameters"]) == (0, 0, 0)
+    blocks = 512 * 100  # a tensor takes whole ones
+    assert first.trace.state["parameters"] == pytest.approx(2 * held, abs=blocks)
+    assert first.trace.host_state_bytes == pytest.approx(12 * held, abs=blocks)
+    assert all_of_it.trace.host_state_bytes == pytest.approx(14 * held, abs=blocks)
+    gathered = sum(size for name, size in bytes_by_axis(none.trace).items() if name.endswith("all_gather"))
+    moved = [bytes_by_axis(p.trace) for p in (first, all_of_it)]
+    for by_axis, fetched in zip(moved, (2 * held, gathered), strict=True):  # of two ranks each gets from the other as much as it has
+        assert by_axis[TO_HOST] == pytest.approx(4 * held, abs=blocks)
+        assert by_axis[FROM_HOST] == pytest.approx(fetched, abs=blocks)
+    numbers = moved[0][TO_HOST] / 4
+    assert first.times.by_graph["the host"] == pytest.approx(28 * numbers / (COPIES * H100.host_bandwidth), rel=0.01)
+    copying = sum(first.times.by_axis[way] for way in (TO_HOST, FROM_HOST))
+    assert copying == pytest.approx(6 * numbers / (LINKS * H100.host_link))
+
+
+def test_a_ring_hands_keys_on_and_their_gradients_back() -> None:
+    text = [*TEXT, "model.decoder.pattern=**", "parallel.ep=1", "parallel.cp=4", "train.activation_checkpointing=none"]
+    found, eager = (planner.plan(config.load([*text, "parallel.cp_attention=ring", f"compile.enabled={enabled}"])[0], 4, H100)
+                    for enabled in (True, False))
+    d = found.cfg.model.decoder
+    own = 256 // 4 * 2 * d.n_kv_heads * d.head_dim * 2
+    received, received_eagerly = (sum(size for name, size in bytes_by_axis(p.trace).items() if "hand_on" in name) for p in (found, eager))
+    assert received_eagerly == 2 * (3 + 3 + 2 * 4) * own  # of two layers; gradients are twice as wide and go all round
+    assert received == received_eagerly - 2 * own  # what arrives first is the same in both passes, and kept
+    gathered = planner.plan(config.load([*text, "parallel.cp_attention=gather"])[0], 4, H100)
+    work = [sum(step.flops for graph in plan.trace.events if isinstance(graph, Graph) for step in graph.steps if isinstance(step, Work))
+            for plan in (found, gathered)]
+    assert work[0] == pytest.approx(work[1])
+
+
+@pytest.mark.parametrize(("utterances", "own"), [
+    (1, 4 * (2 * 32 ** 2 + 32) / (256 * 257 / 2)),  # a rank's two chunks of 32 see themselves, and the later one all of the earlier
+    (8, 1.0),  # documents of a chunk
+])
+def test_how_much_of_a_document_a_rank_of_a_ring_has(utterances: int, own: float) -> None:
+    cfg, _ = config.load([*TEXT, "parallel.ep=1", "parallel.cp=4"])
+    cfg.data.rows[0].utterances = utterances
+    found, seen = planner.load(cfg).ring, 256 / utterances / 2
+    assert found is not None
+    assert (found.tokens, found.own) == (64, pytest.approx(own * seen))
+    assert found.own + 3 * found.other == pytest.approx(seen)
 
 
 def pipeline(rows: int, work: Work, size: int) -> list[Trace]:
