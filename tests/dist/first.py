@@ -7,6 +7,7 @@ import json
 import math
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,16 @@ from tests.dist.launch import torchrun
 RUNS = {"one": (1, "digits", 2), "ep2": (2, "digits_ep2", 1), "fsdp2": (2, "digits", 1)}  # processes, experiment, rows a rank
 
 
+def worst(errors: Iterable[float]) -> float:
+    """The largest, which is NaN if one is: `max` would pass over it."""
+    return torch.tensor(list(errors), dtype=torch.float64).max().item()
+
+
 def gradient_error(grads: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
     """The largest error of any parameter."""
     norm = math.sqrt(sum(r.double().square().sum().item() for r in reference.values()))
     floor = 1e-3 * norm / math.sqrt(len(reference))
-    return max((grads[n].double() - r.double()).norm().item() / max(r.double().norm().item(), floor) for n, r in reference.items())
+    return worst((grads[n].double() - r.double()).norm().item() / max(r.double().norm().item(), floor) for n, r in reference.items())
 
 
 def compare(overrides: list[str]) -> dict[str, Any]:
@@ -33,8 +39,8 @@ def compare(overrides: list[str]) -> dict[str, Any]:
     one, others = saved["one"], [name for name in RUNS if name != "one"]
     loss_errors = [abs(a - b) / abs(b) for name in others for a, b in zip(printed[name]["losses"], printed["one"]["losses"], strict=True)]
     return {
-        "loss_error": max(loss_errors),
-        "gradient_error": max(gradient_error(saved[name][when], one[when]) for name in others for when in ("first", "last")),
+        "loss_error": worst(loss_errors),
+        "gradient_error": worst(gradient_error(saved[name][when], one[when]) for name in others for when in ("first", "last")),
         "start_bit_equal": all(torch.equal(saved[name]["start"][p], one["start"][p]) for name in others for p in one["start"]),
         "gathered_layers_live_max": max(printed[name]["live_max"] for name in others),
         "dense_collectives_per_layer": max(printed[name]["collectives_per_layer"] for name in others),

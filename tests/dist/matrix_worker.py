@@ -28,7 +28,7 @@ from parallel.collectives import gather_objects
 from parallel.mesh import Mesh, make_mesh, start_processes
 from tests.dist import deep_ep
 from tests.dist.cells import Cell, batches, cells
-from tests.dist.first import gradient_error
+from tests.dist.first import gradient_error, worst
 from tests.dist.launch import leave
 from training.engine import Engine, Pass
 from training.evaluation import evaluated_loss, validation_loss
@@ -100,7 +100,7 @@ def errors(got: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
     got = got | {key: without_padding(got[key], expected[key]) for key in ("grads", "params")}
     return {
         "collectives": got["collectives"],
-        "loss_error": max(relative(a, b) for a, b in zip([got["losses"], *got["evaluated"]], [expected["losses"], *expected["evaluated"]], strict=False)),
+        "loss_error": worst(relative(a, b) for a, b in zip([got["losses"], *got["evaluated"]], [expected["losses"], *expected["evaluated"]], strict=False)),
         "gradient_error": gradient_error(got["grads"], expected["grads"]),
         "norm_error": relative(got["norm"], expected["norm"]),
         "state_error": gradient_error(got["params"] | floats(got["buffers"]), expected["params"] | floats(expected["buffers"])),

@@ -1,4 +1,4 @@
-"""A flat audio row and its Context from a list of waveforms, for tests of the speech encoder."""
+"""A flat audio row and its Context from a list of waveforms, and each utterance out of it, for tests of the speech encoder."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from configs.schema import DecoderConfig, EncoderConfig
 from model.context import Context
-from model.lengths import COUNTING, FRAME_SAMPLES
+from model.lengths import COUNTING, FRAME_SAMPLES, mel_frames
 
 
 def audio_row(waves: Sequence[Tensor], encoder: EncoderConfig, *, gaps: Sequence[int] = (), unused: int = 0, tail: int = 0,
@@ -38,3 +38,20 @@ def audio_row(waves: Sequence[Tensor], encoder: EncoderConfig, *, gaps: Sequence
         audio_starts_U=torch.tensor(starts + [0] * unused), audio_samples_U=torch.tensor(samples), audio_lengths_U=torch.tensor(lengths),
         audio_segments_A=torch.tensor(segments), audio_positions_A=torch.tensor(positions),
         utterance_frames=utterance_frames or max(max(lengths), 1), **fields)
+
+
+def cut_mel(mel: Tensor, ctx: Context) -> list[Tensor]:
+    """The valid log-mel frames of each utterance; asserts zeros everywhere else."""
+    rest = mel.clone()
+    out = []
+    for start, samples in zip(ctx.audio_starts_U.tolist(), ctx.audio_samples_U.tolist(), strict=True):
+        own = slice(8 * start, 8 * start + mel_frames(samples))
+        out.append(mel[own])
+        rest[own] = 0
+    assert not rest.any()
+    return out
+
+
+def cut(x_AD: Tensor, ctx: Context) -> list[Tensor]:
+    """The valid encoder frames of each utterance."""
+    return [x_AD[start : start + n] for start, n in zip(ctx.audio_starts_U.tolist(), ctx.audio_lengths_U.tolist(), strict=True)]

@@ -15,7 +15,9 @@ from model.context import Context
 from model.mel import log_mel
 from model.params import Tree, named_leaves
 from tests.goldens import perception
-from tests.model.rows import audio_row
+from tests.model.rows import audio_row, cut
+from tests.parity import nemo
+from tests.parity.nemo import encode
 
 SMALL = EncoderConfig(mel_bins=20, d_model=12, n_layers=1, n_heads=3, ff_expansion=2, conv_kernel=9, subsampling_channels=4)
 FROZEN, LAYER_NORM = dataclasses.replace(SMALL, freeze_batch_norm=True), dataclasses.replace(SMALL, conv_norm="layer_norm")
@@ -49,17 +51,6 @@ def lay(pieces: Sequence[Tensor], rate: int, ctx: Context, fill: float) -> Tenso
     for start, piece in zip(ctx.audio_starts_U.tolist(), pieces, strict=False):
         x[rate * start : rate * start + len(piece)] = piece
     return x
-
-
-def cut(x_AD: Tensor, ctx: Context) -> list[Tensor]:
-    return [x_AD[start : start + n] for start, n in zip(ctx.audio_starts_U.tolist(), ctx.audio_lengths_U.tolist(), strict=True)]
-
-
-def encode(w: Tree, mel: Tensor, ctx: Context) -> Tensor:
-    x_AD = fastconformer.subsample(w["subsampling"], mel, ctx)
-    for layer in w["layers"]:
-        x_AD, _ = fastconformer.forward(layer, x_AD, ctx)
-    return x_AD
 
 
 # A plain encoder for whole utterances, written from the definition.
@@ -141,23 +132,16 @@ def assert_equal_gradients(ours: Tensor, theirs: Tensor, w: Tree, *inputs: Tenso
 # NeMo's recorded values
 
 
-def golden_row(dtype: torch.dtype) -> tuple[Tensor, Context]:
-    audio_S, ctx = audio_row(perception.waves(), perception.ENCODER, unused=1, tail=2, training=False, dtype=dtype)
-    return log_mel(audio_S, ctx), ctx
-
-
 def test_output_is_that_of_nemo():
-    mel, ctx = golden_row(torch.float32)
-    out = encode(perception.weights(fastconformer.spec(perception.ENCODER), torch.float32), mel, ctx).detach()
-    lengths = perception.facts()["encoded_length"]
-    assert ctx.audio_lengths_U.tolist() == [*lengths, 0]
-    for piece, golden in zip(cut(out, ctx), perception.clips("encoded", lengths), strict=False):
-        torch.testing.assert_close(piece, golden, rtol=0, atol=1e-5)
+    _, ctx = nemo.row(torch.float32)
+    assert ctx.audio_lengths_U.tolist() == [*perception.facts()["encoded_length"], 0, 0]
+    ours, golden = nemo.encoded()
+    torch.testing.assert_close(ours, golden, rtol=0, atol=1e-5)
 
 
 def test_gradients_are_those_of_nemo():
     """In fp64, so that the error is that of the recorded fp32 gradients; those of the keys' bias are zero but for rounding."""
-    mel, ctx = golden_row(torch.float64)
+    mel, ctx = nemo.row(torch.float64)
     w = perception.weights(fastconformer.spec(perception.ENCODER), torch.float64)
     probe = lay(perception.clips("probe", perception.facts()["encoded_length"]), 1, ctx, 0.0)
     leaves = trained(w)

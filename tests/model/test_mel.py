@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from configs.schema import EncoderConfig
-from model.lengths import mel_frames
 from model.mel import log_mel, mel_filterbank
 from tests.goldens import perception
-from tests.model.rows import audio_row
+from tests.model.rows import audio_row, cut_mel
+from tests.parity import nemo
 
 CPU = torch.device("cpu")
 MEL = EncoderConfig(mel_bins=40)
@@ -29,30 +29,16 @@ def alone(wave: Tensor, mel_bins: int) -> Tensor:
     return (mel - mel.mean(0)) / (std + 1e-5)
 
 
-def pieces(mel: Tensor, ctx) -> list[Tensor]:
-    """The valid frames of each utterance; asserts zeros everywhere else."""
-    rest = mel.clone()
-    out = []
-    for start, samples in zip(ctx.audio_starts_U.tolist(), ctx.audio_samples_U.tolist(), strict=True):
-        own = slice(8 * start, 8 * start + mel_frames(samples))
-        out.append(mel[own])
-        rest[own] = 0
-    assert not rest.any()
-    return out
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_features_are_those_of_nemo(dtype):
     """The recorded ones are fp32: in the quietest bins, whose power is what the transform rounds, they are up to 1e-4 from the exact ones,
     and how far ours are from them depends on the processor. Elsewhere they agree to the last digits."""
-    audio_S, ctx = audio_row(perception.waves(), perception.ENCODER, unused=2, tail=3, dtype=dtype)
-    mel = log_mel(audio_S, ctx)
+    mel, ctx = nemo.row(dtype)
     assert mel.shape == (8 * len(ctx.audio_segments_A), 128)
     assert mel.dtype == dtype
-    ours = pieces(mel, ctx)
-    assert [len(piece) for piece in ours] == [*perception.facts()["mel_length"], 0, 0]
-    golden = perception.clips("mel", perception.facts()["mel_length"][:-1])
-    errors = torch.cat([(piece - g).abs().flatten() for piece, g in zip(ours, golden, strict=False)])
+    assert [len(piece) for piece in cut_mel(mel, ctx)] == [*perception.facts()["mel_length"], 0, 0]
+    ours, golden = nemo.features(dtype)
+    errors = (ours - golden).abs()
     assert float(errors.square().mean().sqrt()) < 3e-6
     assert float((errors > 1e-5).double().mean()) < 0.01
     assert float(errors.max()) < 2e-4
@@ -84,10 +70,10 @@ SAMPLES = [160, 161, 319, 320, 400, 1, 0, 159, 1279, 1280, 1281, 8 * 160 - 1, 2 
 def test_row_gives_each_utterance_its_own_features(order):
     waves = [torch.randn(samples) + 0.3 for samples in order]
     audio_S, ctx = audio_row(waves, MEL, gaps=[u % 3 for u in range(len(waves))], unused=1, tail=2)
-    for wave, piece in zip(waves, pieces(log_mel(audio_S, ctx), ctx), strict=False):
+    for wave, piece in zip(waves, cut_mel(log_mel(audio_S, ctx), ctx), strict=False):
         if len(piece):
             torch.testing.assert_close(piece.double(), alone(wave, 40), rtol=0, atol=5e-5)
-    wide = pieces(log_mel(audio_S, dataclasses.replace(ctx, dtype=torch.float64)), ctx)
+    wide = cut_mel(log_mel(audio_S, dataclasses.replace(ctx, dtype=torch.float64)), ctx)
     for wave, piece in zip(waves, wide, strict=False):
         if len(piece):
             torch.testing.assert_close(piece, alone(wave, 40), rtol=0, atol=1e-9)
@@ -95,7 +81,7 @@ def test_row_gives_each_utterance_its_own_features(order):
 
 def test_one_frame_becomes_zeros():
     audio_S, ctx = audio_row([torch.randn(200), torch.randn(2000)], MEL)
-    first, second = pieces(log_mel(audio_S, ctx), ctx)
+    first, second = cut_mel(log_mel(audio_S, ctx), ctx)
     assert first.shape == (1, 40)
     assert not first.any()
     torch.testing.assert_close(second.var(0), torch.ones(40), rtol=1e-4, atol=0)
@@ -105,7 +91,7 @@ def test_an_utterance_moves_no_other():
     waves = [torch.randn(3000), torch.randn(4000), torch.randn(2000)]
     before, ctx = audio_row(waves, MEL)
     after, _ = audio_row([waves[0], 100 * torch.randn(4000), waves[2]], MEL)
-    one, two = (pieces(log_mel(audio_S, ctx), ctx) for audio_S in (before, after))
+    one, two = (cut_mel(log_mel(audio_S, ctx), ctx) for audio_S in (before, after))
     assert torch.equal(one[0], two[0])
     assert torch.equal(one[2], two[2])
     assert not torch.equal(one[1], two[1])
@@ -113,7 +99,7 @@ def test_an_utterance_moves_no_other():
 
 def test_silence_stays_small():
     audio_S, ctx = audio_row([torch.zeros(3000), torch.randn(1000)], MEL)
-    assert float(pieces(log_mel(audio_S, ctx), ctx)[0].abs().max()) < 1  # rounding of the mean over the guard of the deviation
+    assert float(cut_mel(log_mel(audio_S, ctx), ctx)[0].abs().max()) < 1  # rounding of the mean over the guard of the deviation
 
 
 def test_row_of_nothing_is_zeros():

@@ -1,6 +1,5 @@
 """One case through everything: owner's weights on disk -> ours -> logits, loss, gradients; and back to a folder that the owner opens."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -14,8 +13,9 @@ from model.hub.files import Folder
 from model.hub.load import Loaded, load
 from model.hub.save import foreign, save
 from model.params import P
+from tests.dist.first import gradient_error
 from tests.parity import owners, speech, text
-from tests.parity.results import Result, single_mesh
+from tests.parity.results import Result, relative_error, single_mesh
 
 SPEECH = "glmasr"
 CASES = (*owners.CASES, SPEECH)
@@ -23,16 +23,16 @@ CASES = (*owners.CASES, SPEECH)
 
 @dataclass(frozen=True)
 class Errors:
-    """What a case is off by; `broken` names what must be equal and is not."""
+    """What a case is off by; `differing` names tensors of exports and generated tokens, which must be equal and are not."""
 
     logits: float  # largest difference over the largest logit
     loss: float
-    gradients: float  # largest of any foreign tensor, by the floor of tests/dist/first.py
-    broken: tuple[str, ...]
+    gradients: float  # largest of any foreign tensor, as tests/dist/first.py defines it
+    differing: tuple[str, ...]
 
     @property
     def passed(self) -> bool:
-        return self.logits <= 1e-5 and self.loss <= 1e-6 and self.gradients <= 1e-4 and not self.broken
+        return self.logits <= 1e-5 and self.loss <= 1e-6 and self.gradients <= 1e-4 and not self.differing
 
 
 def check(transformers: ModuleType, name: str, folder: Path) -> Errors:
@@ -45,8 +45,8 @@ def check(transformers: ModuleType, name: str, folder: Path) -> Errors:
     ours: Result = kind.ours(loaded)
     write_gradients(model, folder / "gradients")
     return Errors(
-        ((ours.logits - theirs.logits).abs().max() / theirs.logits.abs().max()).item(), abs(ours.loss - theirs.loss) / abs(theirs.loss),
-        gradient_error(loaded, ours.grads, folder / "gradients"), tuple(round_trip(kind, model, loaded, folder)))
+        relative_error(ours.logits, theirs.logits), abs(ours.loss - theirs.loss) / abs(theirs.loss),
+        gradient_error(*foreign_gradients(loaded, ours.grads, folder / "gradients")), tuple(round_trip(kind, model, loaded, folder)))
 
 
 def write_gradients(model: Any, folder: Path) -> None:
@@ -60,13 +60,12 @@ def write_gradients(model: Any, folder: Path) -> None:
             p.copy_(values[name])
 
 
-def gradient_error(loaded: Loaded, grads: dict[str, Tensor], folder: Path) -> float:
-    """norm(g - r) / max(norm(r), 1e-3 norm(all r) / sqrt(number of tensors)), the largest of any foreign tensor."""
+def foreign_gradients(loaded: Loaded, grads: dict[str, Tensor], folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Ours and the owner's, by the owner's names and in the layout of the owner's files."""
+    found = list(entries(loaded.family.variants[0], loaded.cfg, loaded.family.part))
     with Folder(folder) as stored:
-        pairs = [(foreign(grads[e.path], b).double(), stored.read(b.name, [slice(None)] * len(b.shape)).double())
-                 for e in entries(loaded.family.variants[0], loaded.cfg, loaded.family.part) if e.p.kind == "param" for b in e.blocks]
-    floor = 1e-3 * math.sqrt(sum(r.square().sum().item() for _, r in pairs)) / math.sqrt(len(pairs))
-    return max((g - r).norm().item() / max(r.norm().item(), floor) for g, r in pairs)
+        theirs = {b.name: stored.read(b.name, [slice(None)] * len(b.shape)) for e in found if e.p.kind == "param" for b in e.blocks}
+    return {b.name: foreign(grads[e.path], b) for e in found if e.p.kind == "param" for b in e.blocks}, theirs
 
 
 def round_trip(kind: Any, model: Any, loaded: Loaded, folder: Path) -> list[str]:
@@ -75,15 +74,15 @@ def round_trip(kind: Any, model: Any, loaded: Loaded, folder: Path) -> list[str]
         t = loaded.tensors[path]
         return t if p.kind == "buffer" else t.full_tensor()
 
-    broken, tokens = [], kind.generate(model)
+    differing, tokens = [], kind.generate(model)
     for which, like in (("like", folder / "theirs"), ("alone", None)):
         save(folder / which, loaded.family, loaded.cfg, fetch, like=like, more={} if like else {"audio_token_id": speech.AUDIO_ID},
              dtype=torch.float32, limit_bytes=30_000)
         again = type(model).from_pretrained(folder / which, attn_implementation="eager")
         before, after = model.state_dict(), again.state_dict()
-        broken += [f"{which}: {name}" for name in before.keys() | after.keys()
-                   if name not in before or name not in after or not torch.equal(before[name], after[name])]
+        differing += [f"{which}: {name}" for name in sorted(before.keys() | after.keys())
+                      if name not in before or name not in after or not torch.equal(before[name], after[name])]
         again.generation_config.eos_token_id = model.generation_config.eos_token_id
         if not torch.equal(kind.generate(again), tokens):
-            broken.append(f"{which}: generated tokens")
-    return broken if torch.equal(kind.predict(loaded, tokens), tokens) else [*broken, "our tokens"]
+            differing.append(f"{which}: generated tokens")
+    return differing if torch.equal(kind.predict(loaded, tokens), tokens) else [*differing, "our tokens"]

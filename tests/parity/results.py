@@ -40,6 +40,11 @@ def ours(logits: Tensor, loss: Tensor, leaves: dict[str, Tensor]) -> Result:
     return Result(logits.detach(), loss.item(), dict(zip(trained, grads, strict=True)))
 
 
+def relative_error(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference over the largest value."""
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+
+
 def single_mesh() -> Mesh:
     """The mesh of this process alone."""
     start_processes(torch.device("cpu"))
