@@ -116,7 +116,7 @@ def test_frames_are_merged_in_order():
         torch.testing.assert_close(got[token], w["projector"]["down"]["weight"] @ inner + w["projector"]["down"]["bias"])
 
 
-@pytest.mark.parametrize("samples", [0, 1, 159, 160, 161, 320, 1279, 1280, 1281, 12800, 160000])
+@pytest.mark.parametrize("samples", [0, 1, 159, 160, 161, 320, 960, 961, 1120, 1121, 1279, 1280, 1281, 12800, 160000])
 def test_counts(samples):
     counting = lengths.COUNTING["glm_asr"]
     mel = -(-samples // 160)

@@ -18,6 +18,7 @@ from parallel.names import ZERO_STAGES, zero_stage
     ({"dp_replicate": 2, "ep": 2}, 8, 8, (2, 4), (2, 4, 1), (2, 2, 2)),
     ({"dp_replicate": 2, "ep": 8}, 8, 8, (2, 4), (2, 4, 1), (1, 1, 8)),  # the experts reach over both replicas
     ({"dp_replicate": 4, "ep": 4}, 8, 8, (4, 2), (4, 2, 1), (2, 1, 4)),
+    ({"dp_replicate": 4, "ep": 2}, 12, 12, (4, 3), (4, 3, 1), (2, 3, 2)),  # six groups of ep ranks are no four replicas, but two
     ({"cp": 2, "tp": 2}, 8, 2, (1, 8), (1, 4, 2), (1, 8, 1)),
     ({"cp": 2, "tp": 2, "dp_replicate": 2, "ep": 4}, 16, 4, (2, 8), (2, 4, 2), (2, 2, 4)),
     ({"pp": 2}, 8, 4, (1, 4), (1, 4, 1), (1, 4, 1)),

@@ -51,6 +51,14 @@ def test_bf16_masters_have_the_gradients_of_fp32_ones_unrounded() -> None:
     assert all(moment.to_local().any() for moment in state.second.values())
 
 
+def test_moments_are_stored_as_configured_whatever_the_masters_are() -> None:
+    start_processes(torch.device("cpu"))
+    cfg, _ = config.load([*SMALL, "model.encoder.n_layers=1", "model.decoder.pattern=M", "precision=bf16", "optimizer.moment_dtype=bf16"])
+    state = make_state(cfg, make_mesh(cfg.parallel, torch.device("cpu")))
+    stored = [{t.dtype for t in tensors.values()} for tensors in (state.params, state.first, state.second)]
+    assert stored == [{torch.float32}, {torch.bfloat16}, {torch.bfloat16}]
+
+
 def test_gradients_travel_as_configured() -> None:
     start_processes(torch.device("cpu"))
     for name, sums in (("fp32", None), ("bf16", torch.bfloat16)):
