@@ -72,6 +72,8 @@ class Engine:
         name_cached_graphs()
         if mesh.ep_group is not None:  # it would move the shared expert away from the exchange that it runs beside
             torch._inductor.config.reorder_for_peak_memory = False
+        if mesh.device.type == "cpu" and dtype.itemsize == 2:  # else the backward of two layer norms reads what nobody wrote (torch 2.13)
+            torch._inductor.config.cpp.max_horizontal_fusion_size = 1
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
 
     def bound(self, fn: Function, key: tuple[str, ...]) -> Function:

@@ -12,15 +12,19 @@ import torch
 from torch import Tensor
 
 from configs.schema import ModelConfig
+from model import speech_lm
 from model.hub.archive import Archive
 from model.hub.family import Entry, Family, HubError, choose_variant, layouts
 from model.hub.files import LLM_CONFIG, Writer, opened, read_content
 from model.hub.rows import Block
-from model.params import P
+from model.params import P, named_leaves
 
 LIMIT_BYTES = 5_000_000_000  # of one file
 COMPANIONS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
               "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "preprocessor_config.json", "processor_config.json")
+FORMULAS = {  # letters of layers, and what decides how they compute beside their shapes
+    "M*WE-": ("pattern", "norm_eps", "post_norm"), "*W": ("rope_theta", "rope_fraction", "rope_scaling"), "W": ("window",),
+    "E-": ("activation",), "E": ("top_k", "router", "n_group", "topk_group", "norm_topk", "routed_scaling")}
 Fetch = Callable[[str, P], Tensor]  # the whole tensor of one of our paths
 
 
@@ -37,16 +41,18 @@ def save(out: Path, family: Family, cfg: ModelConfig, fetch: Fetch, *, like: Pat
     :param writes: whether this rank writes; the others only take part in `fetch`
     """
     found, dtypes = _layout(family, cfg, like)
+    content = _config(family, cfg, like, dtype)
+    _check_told(family, cfg, content)
     plan = {b.name: (dtypes.get(b.name, torch.float32 if e.p.kind == "buffer" else dtype), b.shape) for e in found for b in e.blocks}
     writer: Writer | Archive | None = None
     if writes and like is not None and like.suffix == ".nemo":
-        if out.suffix != ".nemo" or _config(family, cfg, like, dtype) != read_content(like):
+        if out.suffix != ".nemo" or content != read_content(like):
             raise HubError(f"{out} is to be a .nemo file with an encoder like that of {like}; give it a name that ends in .nemo, and the "
                            "file that the encoder is from")
         writer = Archive(out, like)
     elif writes:
         out.mkdir(parents=True, exist_ok=True)
-        _write_config(out, _config(family, cfg, like, dtype) | dict(more or {}))
+        _write_config(out, content | dict(more or {}))
         _copy(like, out)
         writer = Writer(out, plan, sys.maxsize if family.one_file else limit_bytes)
     for entry in found:
@@ -70,6 +76,21 @@ def foreign(full: Tensor, block: Block) -> Tensor:
 def _check_finite(entry: Entry, full: Tensor) -> None:
     if not full.isfinite().all():
         raise HubError(f"{entry.path} has values that are not finite; export an earlier checkpoint")
+
+
+def _check_told(family: Family, cfg: ModelConfig, content: Mapping[str, Any]) -> None:
+    """That config.json describes the model: else its owner leaves out tensors, or computes otherwise, without a word."""
+    told = family.read(content)
+    told.decoder.vocab_multiple = cfg.decoder.vocab_multiple  # which no file knows
+    shapes, wanted = ({path: p.shape for path, p in named_leaves(speech_lm.model_spec(model)) if path.startswith(family.part)}
+                      for model in (told, cfg))
+    wrong = sorted(path for path in shapes.keys() | wanted.keys() if shapes.get(path) != wanted.get(path))
+    if "decoder." in family.part:
+        wrong += [f"model.decoder.{key}={getattr(cfg.decoder, key)}" for letters, keys in FORMULAS.items() for key in keys
+                  if set(letters) & set(cfg.decoder.pattern) and getattr(told.decoder, key) != getattr(cfg.decoder, key)]
+    if wrong:
+        raise HubError(f"{family.name} cannot hold this model: its config.json has no words for {', '.join(wrong[:5])}"
+                       f"{' and others' if len(wrong) > 5 else ''}; name another with --family or --like")
 
 
 def _layout(family: Family, cfg: ModelConfig, like: Path | None) -> tuple[list[Entry], Mapping[str, torch.dtype]]:

@@ -225,3 +225,13 @@ def test_an_export_of_nemotron_names_its_layers_in_one_way(tmp_path):
     shorter = model("nemotron_h", pattern="ME*")
     with pytest.raises(HubError, match=r"says in other keys what this model changes; export it without, as --family nemotron_h"):
         save(tmp_path / "c", FAMILIES["nemotron_h"], shorter, lambda path, _: weights[path], like=tmp_path / "a")
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"qk_norm": True}, r"Llama cannot hold this model: its config.json has no words for decoder.layers.0.k_norm, decoder.layers.0.q_norm"),
+    ({"pattern": "W-W-", "window": 4}, r"has no words for model.decoder.pattern=W-W-, model.decoder.window=4; name another with --family")])
+def test_a_family_without_words_for_a_model_does_not_hold_it(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    cfg = model("llama", **changes)
+    weights = drawn(cfg)
+    with pytest.raises(HubError, match=words):
+        save(tmp_path, FAMILIES["llama"], cfg, lambda path, _: weights[path])
