@@ -3,7 +3,7 @@
 python -m model.hub inspect PATH          what a folder or a .nemo file holds, and whether it can be loaded
 python -m model.hub convert PATH OUT      a run's folder or checkpoint, or a published one, as a Hugging Face folder, or like a .nemo file
 python -m model.hub adapter PATH OUT      the adapters of a run as a folder that peft opens
-python -m model.hub verify PATH [OTHER]   that all values are finite; with OTHER, that both hold the same numbers
+python -m model.hub verify PATH [OTHER]   that all values are finite; with OTHER, that both hold the same numbers; ends with 1 if not
 python -m model.hub counts                parameters of full-size models, on shapes alone, against the published numbers
 
 The last line is one JSON object. Little memory is needed: tensors are read and written one at a time.
@@ -32,7 +32,7 @@ def arguments(given: list[str]) -> argparse.Namespace:
     convert.add_argument("path", type=Path)
     convert.add_argument("out", type=Path)
     convert.add_argument("--like", type=Path, help="a published folder whose config.json, tokenizer, names and types are kept")
-    convert.add_argument("--dtype", choices=DTYPES, default="bf16", help="of tensors that --like does not tell")
+    convert.add_argument("--dtype", choices=DTYPES, default="bf16", help="of tensors whose type neither --like nor a published PATH tells")
     convert.add_argument("--limit", type=float, default=LIMIT_BYTES / 1e9, metavar="GB", help="largest file; a SALM is one file")
     adapter = commands.add_parser("adapter")
     adapter.add_argument("path", type=Path)
@@ -63,7 +63,9 @@ def run(given: list[str]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     try:
-        print(json.dumps(run(sys.argv[1:])))
+        found = run(sys.argv[1:])
+        print(json.dumps(found))
+        sys.exit(1 if found.get("not_finite") or found.get("different") else 0)
     except HubError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -45,6 +45,8 @@ def convert(path: Path, out: Path, like: Path | None, kind: str | None, dtype: t
     checkpoint = newest_checkpoint(path)
     if checkpoint is None:
         family, cfg = read_config(path)
+        if (other := _family_to_write(like or path, kind)).model_type != family.model_type:
+            raise HubError(f"{path} is {family.model_type} and --like {like} is {other.model_type}; name a folder of the same family")
         with _reader(path) as (_, fetch):
             save(out, family, cfg, fetch, like=like or path, dtype=dtype, limit_bytes=limit_bytes)
     else:
@@ -91,12 +93,13 @@ def verify(path: Path, other: Path | None) -> dict[str, Any]:
     with _reader(path) as (found, fetch), _reader(other or path) as (_, fetch_other):
         for entry in found:
             tensor = fetch(entry.path, entry.p)
-            if not tensor.isfinite().all():
+            tensors = [tensor] if other is None else [tensor, fetch_other(entry.path, entry.p)]
+            if not all(t.isfinite().all() for t in tensors):
                 not_finite.append(entry.path)
-            if other is not None and not torch.equal(tensor, fetch_other(entry.path, entry.p)):
+            if other is not None and not torch.equal(*tensors):
                 different.append(entry.path)
-    for name, paths in (("not finite", not_finite), ("different", different)):
-        print(*(f"{name}: {p}" for p in paths), sep="\n")
+    for line in (f"{name}: {p}" for name, paths in (("not finite", not_finite), ("different", different)) for p in paths):
+        print(line)
     return {"tensors": len(found), "not_finite": len(not_finite), "different": len(different)}
 
 
@@ -153,7 +156,7 @@ def _family_to_write(like: Path | None, kind: str | None) -> Family:
     if like is not None:
         family = read_config(like)[0]
         if kind not in (None, family.model_type):
-            raise HubError(f"--family {kind} and --like {like}, which is {family.model_type}, contradict each other; give one of them")
+            raise HubError(f"--family {kind} contradicts {like}, which is {family.model_type}; leave --family out, or take another folder")
         return family
     if kind not in FAMILIES:
         raise HubError(f"a run can be written as any of {', '.join(FAMILIES)}: name one with --family, or a published folder with --like")

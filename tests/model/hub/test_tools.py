@@ -35,6 +35,11 @@ def test_convert_rewrites_a_folder_in_other_files(tmp_path):
     result = run(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--limit", "0.000001"])
     assert result == {"family": "llama", "out": str(tmp_path / "b"), "files": 5}
     assert run(["verify", str(tmp_path / "a"), str(tmp_path / "b")]) == {"tensors": 31, "not_finite": 0, "different": 0}
+    written("qwen3", tmp_path / "q")
+    with pytest.raises(HubError, match="--family qwen3 contradicts .*a, which is llama; leave --family out"):
+        run(["convert", str(tmp_path / "a"), str(tmp_path / "c"), "--family", "qwen3"])
+    with pytest.raises(HubError, match="a is llama and --like .*q is qwen3; name a folder of the same family"):
+        run(["convert", str(tmp_path / "a"), str(tmp_path / "c"), "--like", str(tmp_path / "q")])
 
 
 def test_verify_finds_what_differs_and_what_is_not_finite(tmp_path, capsys):
@@ -45,7 +50,11 @@ def test_verify_finds_what_differs_and_what_is_not_finite(tmp_path, capsys):
     tensors["model.layers.1.mlp.up_proj.weight"][2, 3] += 1
     tensors["model.norm.weight"][1] = torch.inf
     save_file(tensors, tmp_path / "b" / "model.safetensors")
-    assert run(["verify", str(tmp_path / "b"), str(tmp_path / "a")]) == {"tensors": 31, "not_finite": 1, "different": 2}
+    for one, other in (("b", "a"), ("a", "b")):  # in either of the two
+        assert run(["verify", str(tmp_path / one), str(tmp_path / other)]) == {"tensors": 31, "not_finite": 1, "different": 2}
+    tensors["model.norm.weight"][1] = torch.nan
+    save_file(tensors, tmp_path / "b" / "model.safetensors")
+    assert run(["verify", str(tmp_path / "b")]) == {"tensors": 31, "not_finite": 1, "different": 0}
     printed = capsys.readouterr().out
     assert "not finite: decoder.head.norm" in printed
     assert "different: decoder.layers.3.up" in printed
@@ -84,7 +93,7 @@ def test_convert_writes_a_run_with_its_adapters_merged(trained, tmp_path):
         assert torch.equal(t.full_tensor(), lora.merged(tensors[path], adapter, 8.0) if adapter else tensors[path]), path
     with pytest.raises(HubError, match=r"name one with --family, or a published folder with --like"):
         run(["convert", str(folder), str(tmp_path / "other")])
-    with pytest.raises(HubError, match=r"--family qwen3 and --like .*, which is llama, contradict each other"):
+    with pytest.raises(HubError, match=r"--family qwen3 contradicts .*, which is llama; leave --family out"):
         run(["convert", str(folder), str(tmp_path / "other"), "--family", "qwen3", "--like", str(tmp_path / "out")])
     assert run(["convert", str(folder), str(tmp_path / "again"), "--like", str(tmp_path / "out")])["family"] == "llama"
     assert (tmp_path / "again" / "generation_config.json").exists()
