@@ -12,6 +12,7 @@ The last line is one JSON object. Little memory is needed: tensors are read and 
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,17 @@ def run(given: list[str]) -> dict[str, Any]:
     return counts.compare()
 
 
-if __name__ == "__main__":
+def main(given: list[str]) -> int:
+    """Prints what the command finds, as one JSON object, and returns how the process ends."""
+    started = time.perf_counter()
     try:
-        found = run(sys.argv[1:])
-        print(json.dumps(found))
-        sys.exit(1 if found.get("not_finite") or found.get("different") else 0)
+        found = run(given)
     except HubError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        return 2
+    print(json.dumps(found | {"seconds": round(time.perf_counter() - started, 1)}))
+    return 1 if found.get("not_finite") or found.get("different") else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

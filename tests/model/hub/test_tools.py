@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from configs.schema import Config, LoraConfig
 from model import lora, params, speech_lm
-from model.hub.__main__ import run
+from model.hub.__main__ import main, run
 from model.hub.family import HubError
 from model.hub.load import load
 from tests.model.hub.test_rows import model, written
@@ -55,6 +55,7 @@ def test_verify_finds_what_differs_and_what_is_not_finite(tmp_path, capsys):
     tensors["model.norm.weight"][1] = torch.nan
     save_file(tensors, tmp_path / "b" / "model.safetensors")
     assert run(["verify", str(tmp_path / "b")]) == {"tensors": 31, "not_finite": 1, "different": 0}
+    assert [main(["verify", str(tmp_path / name)]) for name in ("a", "b", "none")] == [0, 1, 2]
     printed = capsys.readouterr().out
     assert "not finite: decoder.head.norm" in printed
     assert "different: decoder.layers.3.up" in printed
