@@ -23,7 +23,7 @@ from parallel import sharding
 from parallel.collectives import all_gather_start, all_reduce, reduce_scatter, wait
 from parallel.mesh import Mesh
 from parallel.offload import to_host
-from parallel.reduction import Reduction, advance, finish_with_backward
+from parallel.reduction import Reduction, add, advance, finish_with_backward
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ class FlatGroup:
     def reduce(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """This rank's shards, in fp32 or wider, of the whole gradients summed over all ranks."""
         if self.ranks == 1 and self.copies is None:
-            own = [widen(grad) for grad in grads]
+            # of their own memory, in which later rows are added up
+            own = [grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True) for grad in grads]
         else:
             flat = self.pack_grads(grads)
             if self.ranks > 1:
@@ -83,12 +84,20 @@ class FlatGroup:
             own = self.unpack_grads(widen(flat if self.copies is None else all_reduce(flat, self.copies)))
         return to_host(own) if self.fetched else own
 
-    def reduce_start(self, grads: Sequence[Tensor]) -> tuple[list[Tensor], list[Reduction]]:
-        """The same, whose numbers are there once what has begun is over."""
+    def reduce_start(self, grads: Sequence[Tensor], sums: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[Reduction]]:
+        """The same, whose numbers are there once what has begun is over; None for those that are added to a sum of earlier rows then."""
+        begun: list[Reduction] = []
         if self.fetched or (self.ranks == 1 and self.copies is None):
-            return self.reduce(grads), []
-        begun = Reduction.start(self.pack_grads(grads), self.shards if self.ranks > 1 else None, self.copies)
-        return self.unpack_grads(begun.total), [begun]
+            own = self.reduce(grads)
+        else:
+            begun = [Reduction.start(self.pack_grads(grads), self.shards if self.ranks > 1 else None, self.copies)]
+            own = self.unpack_grads(begun[0].total)
+        adds = [(total, part) for total, part in zip(sums, own, strict=True) if total is not None]
+        if begun:
+            begun[0].adds = adds
+        else:
+            add(adds)
+        return [part if total is None else None for total, part in zip(sums, own, strict=True)], begun
 
     def pack(self, shards: Sequence[Tensor]) -> Tensor:
         """This rank's contribution to the all-gather: its (padded) parts one after the other, cast."""
@@ -195,15 +204,17 @@ class Unit:
             shards += g.reduce(whole) if g.trained else [None] * len(g.members)
         return shards
 
-    def reduce_start(self, grads: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[Reduction]]:
-        """The same, whose numbers are there once what has begun is over."""
+    def reduce_start(self, grads: Sequence[Tensor | None], sums: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[Reduction]]:
+        """The same, whose numbers are there once what has begun is over; None also for those that are added to their sums then."""
         shards: list[Tensor | None] = []
         under_way: list[Reduction] = []
+        totals = iter(sums)
         for g, whole in self._by_group(grads):
+            own = [total for _, total in zip(g.members, totals, strict=False)]
             if not g.trained:
                 shards += [None] * len(g.members)
                 continue
-            parts, begun = g.reduce_start(whole)
+            parts, begun = g.reduce_start(whole, own)
             shards += parts
             under_way += begun
         return shards, under_way
@@ -228,8 +239,8 @@ def _member(index: int, p: P, where: sharding.Place, joined: bool) -> Member:
 
 @dataclass
 class Shared:
-    """What the micro-batches of one step share: weights that stay whole from its first to its last (zero stages 1 and 2), and gradients
-    that are reduced with those of the last one."""
+    """What the micro-batches of one step share: weights that stay whole from its first to its last (zero stages 1 and 2), gradients that
+    are reduced with those of the last one, and the sums of those that have been reduced."""
 
     holds: bool = False
     defers: bool = False
@@ -237,22 +248,28 @@ class Shared:
     whole: dict[Unit, list[Tensor]] = field(default_factory=dict)
     pending: dict[Unit, list[Tensor | None]] = field(default_factory=dict)
     under_way: list[Reduction] = field(default_factory=list)
+    sums: dict[Tensor, Tensor] = field(default_factory=dict)  # of gradient shards over the micro-batches so far, by the parameter's shard
 
-    def reduce(self, unit: Unit, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    def reduce(self, unit: Unit, grads: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Gradient shards, whose numbers are there when the backward pass is over, or at once where a later unit has given some of the
-        same; None for frozen parameters, and for all while they wait for the last micro-batch."""
+        same; None for frozen parameters, for those with a sum, to which they are added a unit at a time, and for all while they wait for
+        the last micro-batch.
+
+        :param leaves: the parameters' shards
+        """
+        sums = [self.sums.get(leaf) for leaf in leaves]
         if not self.defers:
-            return self._begin(unit, grads)
+            return self._begin(unit, grads, sums)
         before = self.pending.pop(unit, [None] * len(grads))
         total = [g if g is None else widen(g) if b is None else b + g for b, g in zip(before, grads, strict=True)]
         if self.last:
-            return self._begin(unit, total)
+            return self._begin(unit, total, sums)
         self.pending[unit] = total
         return [None] * len(total)
 
-    def _begin(self, unit: Unit, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    def _begin(self, unit: Unit, grads: Sequence[Tensor | None], sums: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         advance(self.under_way)
-        shards, begun = unit.reduce_start(grads)
+        shards, begun = unit.reduce_start(grads, sums)
         self.under_way += begun
         while self.under_way and unit.used_later:  # autograd adds what that unit gave
             advance(self.under_way)
@@ -371,7 +388,7 @@ class _Gather(torch.autograd.Function):
         use: Use = ctx.use
         use.whole = None
         use.prefetch()
-        return None, *use.shared.reduce(use.unit, _without_frozen(use.unit, grads))
+        return None, *use.shared.reduce(use.unit, _without_frozen(use.unit, grads), [use.shards[i] for i in use.unit.moved])
 
 
 def gather_traced(unit: Unit, shards: Sequence[Tensor]) -> list[Tensor]:

@@ -1,6 +1,7 @@
 """Gradients on their way to their shards: each unit's are waited for when the backward of the next has run, beside which they travel."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ class Reduction:
     flat: Tensor  # what the collective writes to
     total: Tensor  # where the sum will be, in fp32 or wider; the same memory where flat is that
     copies: ProcessGroup | None  # over which flat is still to be summed
+    adds: Sequence[tuple[Tensor, Tensor]] = field(default_factory=list)  # sums of earlier rows, and the part of total that goes to each
 
     @classmethod
     def start(cls, flat: Tensor, shards: ProcessGroup | None, copies: ProcessGroup | None) -> "Reduction":
@@ -37,7 +39,14 @@ class Reduction:
             return True
         if self.total is not self.flat:
             self.total.copy_(widen(self.flat))
+        add(self.adds)
         return False
+
+
+def add(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Into the first of each pair its second."""
+    if pairs:
+        torch._foreach_add_([total for total, _ in pairs], [part for _, part in pairs])
 
 
 def advance(under_way: list[Reduction]) -> None:

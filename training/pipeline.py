@@ -69,7 +69,6 @@ class StepWork:
                  part_of: Callable[[Stage, dict[str, Tensor], Tensor | None], tuple[Part, dict[str, Tensor]]]):
         self.rows, self.weights, self.shared, self.part_of = rows, weights, shared, part_of
         self.left = dict.fromkeys(weights, len(rows))  # backwards to come of each stage
-        self.grads: dict[str, Tensor] = {}
         self.sums: dict[str, Tensor] = {}
 
     def forward(self, stage: Stage, row: int, x_TD: Tensor | None) -> Part:
@@ -84,11 +83,20 @@ class StepWork:
         """The gradient of a part's input, where an earlier stage wants it, from that of its output."""
         self.left[stage.index] -= 1
         self.shared.last = self.left[stage.index] == 0
-        weights = self.weights[stage.index]
-        dx_TD, found = part_gradients(stage, part, dy_TD, list(weights.values()), allow_unused=not self.shared.last)
-        waits = zip(weights, found, strict=True)  # None: it waits for the last row
-        add_to(self.grads, {name: grad for name, grad in waits if grad is not None})
+        weights, sums = list(self.weights[stage.index].values()), self.shared.sums
+        dx_TD, given = part_gradients(stage, part, dy_TD, weights, allow_unused=len(self.rows) > 1)
+        found = list(given)
+        del given
+        while weights:  # one after the other, so that each goes before the next is added
+            weight, grad = weights.pop(), found.pop()
+            if grad is not None:  # it waits for the last row, or has been added to its sum
+                sums[weight] = sums[weight] + grad if weight in sums else grad
         return dx_TD
+
+    @property
+    def grads(self) -> dict[str, Tensor]:
+        """What has been added up, by name."""
+        return {name: self.shared.sums[weight] for own in self.weights.values() for name, weight in own.items()}
 
 
 def part_gradients(stage: Stage, part: Part, dy_TD: Tensor | None, weights: Sequence[Tensor],

@@ -148,11 +148,12 @@ def make_gradients(cfg: Config, mesh: Mesh, engine: Engine) -> Callable[[State, 
         transfers = Transfers(mesh, cfg.model.decoder.d_model, DTYPES[cfg.precision])
         actions = actions_of_step(cfg, mesh.pp_rank, len(rows))
         carry_out(actions, every_stage, [own_tokens(mesh, row) for row in rows], transfers, work)
+        grads = work.grads
         for name in shared_leaves(cfg):
-            if name in work.grads and mesh.ends_group is not None:
-                grad = work.grads[name].to(mesh.device)  # from the host, if it is there
-                work.grads[name] = all_reduce(grad.contiguous(), mesh.ends_group).to(work.grads[name].device)
-        return Gradients({name: work.grads[name] for name in state.first}, total(work.sums), counts)
+            if name in grads and mesh.ends_group is not None:
+                grad = grads[name].to(mesh.device)  # from the host, if it is there
+                grads[name] = all_reduce(grad.contiguous(), mesh.ends_group).to(grads[name].device)
+        return Gradients({name: grads[name] for name in state.first}, total(work.sums), counts)
 
     return gradients
 

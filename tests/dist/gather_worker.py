@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -180,7 +181,8 @@ def joined_error(zero_stage: int) -> float:
 
 
 def measure_reductions() -> dict[str, Any]:
-    """The last unit has the parameters of the first too; what a reduction writes is there when it is waited for and not before."""
+    """The last unit has the parameters of the first too; what a reduction writes is there when it is waited for and not before. Two rows,
+    of which the second adds to what the first gave."""
     mesh, _, leaves = sharded(torch.float32, True, CompileConfig(enabled=False))
     keys = [*((f"layers.{i}",) for i in range(LAYERS - 1)), (f"layers.{LAYERS - 1}", "layers.0")]
     engine = Engine(spec(), keys, mesh, torch.float32, gather.Reshard(), CompileConfig(enabled=False))
@@ -198,19 +200,24 @@ def measure_reductions() -> dict[str, Any]:
         x.copy_(sums.pop(x.untyped_storage()._cdata))
 
     with mock.patch.object(reduction, "reduce_scatter_start", start), mock.patch.object(reduction, "wait", wait):
-        call, x, total = Pass(engine, leaves, SimpleNamespace(training=True)), own_input(), torch.zeros((), dtype=torch.float64)
-        for key in keys:
-            x = call(key, both if len(key) > 1 else layer, x)
-            x.register_hook(lambda grad: events.append("layer"))
-        grads = torch.autograd.grad(x.square().sum(), list(leaves.values()))
+        shared, total, given = gather.Shared(), torch.zeros((), dtype=torch.float64), []
+        for row in range(2):
+            call, x = Pass(engine, leaves, SimpleNamespace(training=True), shared), own_input() / (1 + row)
+            for key in keys:
+                x = call(key, both if len(key) > 1 else layer, x)
+                x.register_hook(lambda grad: events.append("layer"))
+            grads = torch.autograd.grad(x.square().sum(), list(leaves.values()), allow_unused=True)
+            given.append(sum(grad is not None for grad in grads))
+            shared.sums |= {leaf: grad for leaf, grad in zip(leaves.values(), grads, strict=True) if grad is not None}
     full = {name: params.draw(name, p, 0).double().requires_grad_() for name, p in params.named_leaves(spec())}
-    for rank in range(mesh.world):
-        x = torch.linspace(-1, 1, 4 * WIDTH).double().view(4, WIDTH) * (1 + rank)
+    for rank, row in product(range(mesh.world), range(2)):
+        x = torch.linspace(-1, 1, 4 * WIDTH).double().view(4, WIDTH) * (1 + rank) / (1 + row)
         for i in [*range(LAYERS - 1), LAYERS - 1, 0]:
             x = layer({key: full[f"layers.{i}.{key}"] for key in ("norm", "up", "down", "shift")}, x, None)
         total = total + x.square().sum()
     expected = dict(zip(full, torch.autograd.grad(total, list(full.values())), strict=True))
-    return {"gradient_error": gradient_error(mesh, dict(zip(leaves, grads, strict=True)), expected), "events": events, "left": len(sums)}
+    found = {name: shared.sums[leaf] for name, leaf in leaves.items()}
+    return {"gradient_error": gradient_error(mesh, found, expected), "events": events, "left": len(sums), "given": given}
 
 
 def both(w: dict[str, dict[str, Tensor]], x: Tensor, ctx: Any) -> Tensor:
@@ -235,9 +242,9 @@ class LiveMeter:
             self.count(use)
             return whole
 
-        def reduce_start(unit: gather.Unit, grads: Sequence[Tensor | None]) -> Any:
+        def reduce_start(unit: gather.Unit, grads: Sequence[Tensor | None], sums: Sequence[Tensor | None]) -> Any:
             self.late += unit.reshard and any(use.live for use in self.uses if use.unit is unit)
-            return self.originals[2](unit, grads)
+            return self.originals[2](unit, grads, sums)
 
         gather.Use.start, gather.Use.finish, gather.Unit.reduce_start = start, finish, reduce_start  # type: ignore[method-assign,assignment]
         return self

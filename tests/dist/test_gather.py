@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.dist.gather_worker import LAYERS
 from tests.dist.launch import torchrun
 
 
@@ -34,7 +35,8 @@ def test_gathered_equals_unsharded(processes: int) -> None:
         assert results["reductions"]["gradient_error"] < 1e-5
         assert results["reductions"]["left"] == 0
         # behind the backward of one more layer; the first layer's at once, because autograd adds them to what the last had
-        assert results["reductions"]["events"] == ["layer", *["start", "layer", "wait"] * 4, "start", "wait"]
+        assert results["reductions"]["events"] == ["layer", *["start", "layer", "wait"] * 4, "start", "wait"] * 2
+        assert results["reductions"]["given"] == [4 * LAYERS, 0]  # gradients that autograd returns, of each row
     assert results["flags"] == {"any": True, "none": False, "every": True, "not_every": processes == 1, "objects": list(range(processes)),
                                 "first": ["rank 0"] * processes}
     if processes == 1:

@@ -12,11 +12,11 @@ def test_waiting_gradients_of_bf16_weights_are_added_up_in_fp32() -> None:
     """1 and three times 2^-9: in bf16 the sum would stay at 1."""
     start_processes(torch.device("cpu"))
     unit = Unit([P((4,), ("embed",), "ones")], make_mesh(ParallelConfig(), torch.device("cpu")), torch.bfloat16, Reshard())
-    shared = Shared(defers=True, last=False)
+    shared, leaf = Shared(defers=True, last=False), torch.ones(4)
     for value in (1.0, 2.0**-9, 2.0**-9):
-        assert shared.reduce(unit, [torch.full((4,), value, dtype=torch.bfloat16)]) == [None]
+        assert shared.reduce(unit, [torch.full((4,), value, dtype=torch.bfloat16)], [leaf]) == [None]
     shared.last = True
-    (total,) = shared.reduce(unit, [torch.full((4,), 2.0**-9, dtype=torch.bfloat16)])
+    (total,) = shared.reduce(unit, [torch.full((4,), 2.0**-9, dtype=torch.bfloat16)], [leaf])
     assert total is not None
     assert total.tolist() == [1 + 3 * 2.0**-9] * 4
     assert not shared.pending

@@ -301,6 +301,17 @@ def test_state_on_the_host_takes_its_memory_and_the_link_to_it() -> None:
     assert copying == pytest.approx(6 * numbers / (LINKS * H100.host_link))
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_gradients_of_a_second_row_are_there_a_layer_at_a_time(compiled: bool) -> None:
+    """Beside the sum of the rows before, at most those that are computed and those that travel."""
+    text = [*TEXT, "model.decoder.pattern=--------", "model.decoder.mlp_ffn=4096", "parallel.ep=1", "parallel.defer_grad_sync=false",
+            "data.rows=[{tokens: 16, audio_frames: 0, utterances: 1, utterance_frames: 0, label_tokens: 0}]", f"compile.enabled={compiled}"]
+    one, two, four = (planner.plan(config.load([*text, f"train.accumulate={rows}"])[0], 2, H100).trace for rows in (1, 2, 4))
+    layer = one.state["parameters"] / 8
+    assert two.peak_bytes - one.peak_bytes == pytest.approx(2 * layer, rel=0.05)
+    assert four.peak_bytes == two.peak_bytes
+
+
 def test_a_ring_hands_keys_on_and_their_gradients_back() -> None:
     text = [*TEXT, "model.decoder.pattern=**", "parallel.ep=1", "parallel.cp=4", "train.activation_checkpointing=none"]
     found, eager = (planner.plan(config.load([*text, "parallel.cp_attention=ring", f"compile.enabled={enabled}"])[0], 4, H100)
