@@ -40,24 +40,31 @@ def global_norm(grads: Mapping[str, Tensor], copies: Mapping[str, int], zero: Te
     return sum_over_ranks(torch.stack(squares).sum().to(zero.device)).sqrt()
 
 
-def clip(grads: list[Tensor], norm: Tensor, limit: float) -> None:
-    """Scale the gradients in place so that their global norm is at most `limit`; 0 leaves them."""
-    if limit > 0 and grads:
-        torch._foreach_mul_(grads, (limit / (norm + 1e-6)).clamp(max=1.0).to(grads[0].device))
+def clipping_divisor(norm: Tensor, limit: float) -> Tensor | None:
+    """What gradients of this global norm are divided by so that it is at most `limit`; None where that is 0, which leaves them."""
+    return ((norm + 1e-6) / limit).clamp(min=1.0) if limit > 0 else None
+
+
+def divide(grads: list[Tensor], divisor: Tensor | None) -> None:
+    """In place; None leaves them."""
+    if divisor is not None and grads:
+        torch._foreach_div_(grads, divisor.to(grads[0].device))
 
 
 def update(params: Mapping[str, Tensor], grads: Mapping[str, Tensor], first: Mapping[str, Tensor], second: Mapping[str, Tensor],
-           step: int, lr: float, cfg: OptimizerConfig, decayed: set[str]) -> None:
+           step: int, lr: float, cfg: OptimizerConfig, decayed: set[str], divisor: Tensor | None = None) -> None:
     """One AdamW update (Loshchilov & Hutter 2019) of the local shards, in place.
 
     `step` counts from 0; the names in `decayed` get weight decay. It computes in fp32, or wider, whatever the tensors are stored in.
+
+    :param divisor: of the gradients, in fp32, for which they need no pass of their own
     """
     for names in _together(params, first, decayed):
         wide = [[widen(tensors[name]) for name in names] for tensors in (params, first, second)]
         steps = list(torch.full((len(names),), float(step), device=params[names[0]].device).unbind())
         aligned = [grads[n].contiguous() for n in names]  # the fused kernel walks through memory and ignores strides
         adamw(wide[0], aligned, wide[1], wide[2], [], steps, fused=True, amsgrad=False, beta1=cfg.betas[0], beta2=cfg.betas[1], lr=lr,
-              weight_decay=cfg.weight_decay if names[0] in decayed else 0.0, eps=cfg.eps, maximize=False)
+              weight_decay=cfg.weight_decay if names[0] in decayed else 0.0, eps=cfg.eps, maximize=False, grad_scale=divisor)
         for tensors, found in zip((params, first, second), wide, strict=True):
             for name, t in zip(names, found, strict=True):
                 if t is not tensors[name]:

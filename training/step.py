@@ -235,13 +235,16 @@ def make_step(cfg: Config, mesh: Mesh, engine: Engine) -> Callable[[State, Seque
     def step(state: State, batches: Sequence[Batch]) -> tuple[State, dict[str, Tensor]]:
         grads, sums, counts = gradients(state, batches)
         norm = optimizer.global_norm(grads, copies, torch.zeros((), dtype=state_dtype(cfg), device=mesh.device))
-        optimizer.clip(list(grads.values()), norm, cfg.optimizer.clip_norm)
+        divisor = optimizer.clipping_divisor(norm, cfg.optimizer.clip_norm)
+        if state.copies or norm.dtype != torch.float32:  # the memory of the host is slow, and the update takes a divisor in fp32
+            optimizer.divide(list(grads.values()), divisor)
+            divisor = None
         lr = optimizer.learning_rate(state.step, cfg.optimizer, cfg.train.steps)
         with torch.no_grad():
             if state.copies:
                 grads = dict(zip(grads, to_host(list(grads.values())), strict=True))
             optimizer.update(sharding.local(state.trained), grads, sharding.local(state.first), sharding.local(state.second), state.step,
-                             lr, cfg.optimizer, decayed)
+                             lr, cfg.optimizer, decayed, divisor)
             state.refresh()
         buffers = speech_lm.update(state.buffers, sums, cfg.model)
         return replace(state, step=state.step + 1, buffers=buffers), {"grad_norm": norm, "labels": counts["lm"], **sums}

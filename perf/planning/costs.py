@@ -155,7 +155,8 @@ def arguments(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Val
 
 def changed(target: Any, values: Values) -> list[Any]:
     """Arguments that an operator writes into; of gradients, AdamW declares it and does it with a scale alone."""
-    return [values[a.name] for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write and a.name != "grads"]
+    written = [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [values[name] for name in written if name != "grads" or values["grad_scale"] is not None]
 
 
 def is_pointwise(target: Any) -> bool:

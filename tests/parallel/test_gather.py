@@ -20,3 +20,13 @@ def test_waiting_gradients_of_bf16_weights_are_added_up_in_fp32() -> None:
     assert total is not None
     assert total.tolist() == [1 + 3 * 2.0**-9] * 4
     assert not shared.pending
+
+
+def test_rows_are_added_up_in_memory_that_no_other_gradient_has() -> None:
+    """Autograd hands the same tensor over for two parameters that were added to each other."""
+    start_processes(torch.device("cpu"))
+    leaves, mesh = [P((4,), ("embed",), "ones")] * 2, make_mesh(ParallelConfig(), torch.device("cpu"))
+    unit, grad = Unit(leaves, mesh, torch.float32, Reshard(), fetched=True), torch.ones(4)
+    sums, _ = unit.reduce_start([grad, grad], [None, None])
+    assert unit.reduce_start([grad, grad], sums)[0] == [None, None]
+    assert [None if total is None else total.tolist() for total in sums] == [[2.0] * 4] * 2

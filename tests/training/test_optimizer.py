@@ -66,10 +66,31 @@ def test_norm_and_clipping() -> None:
     assert optimizer.global_norm(named, {"a": 9, "b": 4, "c": 1}, zero).item() == pytest.approx(math.sqrt(1 + 4))  # shares of copies
     assert optimizer.global_norm({"c": grads[2]}, {"c": 1}, zero).item() == 0
     assert optimizer.global_norm({}, {}, zero).item() == 0
-    optimizer.clip(grads, norm, 10.0)
-    assert grads[0][0].item() == 3.0
-    optimizer.clip(grads, norm, 0.0)
-    assert grads[0][0].item() == 3.0
-    optimizer.clip(grads, norm, 1.0)
+    assert optimizer.clipping_divisor(norm, 0.0) is None
+    for limit in (10.0, 0.0):
+        optimizer.divide(grads, optimizer.clipping_divisor(norm, limit))
+        assert grads[0][0].item() == 3.0
+    optimizer.divide(grads, optimizer.clipping_divisor(norm, 1.0))
     assert grads[0][0].item() == pytest.approx(0.6, rel=1e-5)
     assert grads[1].item() == pytest.approx(0.8, rel=1e-5)
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_an_update_divides_gradients_as_a_pass_of_its_own_would(moments: torch.dtype) -> None:
+    cfg = OptimizerConfig(clip_norm=0.5, weight_decay=0.1)
+    start = {"matrix": torch.randn(33, 5), "norm": torch.randn(7)}  # beside whole vectors a rest
+    grads = {name: torch.randn_like(t) for name, t in start.items()}
+    grads["matrix"] = torch.randn(5, 33).t()
+    divisor, found = torch.tensor(2.7), []
+    for folded in (True, False):
+        mine, given = ({name: t.clone() for name, t in tensors.items()} for tensors in (start, grads))
+        first, second = ({name: torch.zeros_like(t, dtype=moments) for name, t in start.items()} for _ in range(2))
+        for step in range(2):
+            if not folded:
+                optimizer.divide(list(given.values()), divisor)
+            optimizer.update(mine, {name: t.clone() for name, t in given.items()}, first, second, step, 0.1, cfg, {"matrix"},
+                             divisor if folded else None)
+            given = {name: t.clone() for name, t in grads.items()}
+        found.append([*mine.values(), *first.values(), *second.values()])
+    assert all(map(torch.equal, *found))
+    assert found[0][2].abs().max() > 0
