@@ -39,5 +39,6 @@ $(STAMP):
 	@echo "installing into $(VENV), once: a few minutes"
 	@$(RUN) -m pip install --quiet $$(command -v nvidia-smi > /dev/null && echo 'torch>=2.11' || echo torch==2.13.0 triton==3.7.1) -c constraints.txt
 	@$(RUN) -m pip install --quiet --editable '.[dev,parity]' -c constraints.txt
+	@command -v nvidia-smi > /dev/null || $(RUN) -m kernels.native
 	@rm -f $(VENV)/set-up-*
 	@touch $@

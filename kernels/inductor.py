@@ -31,5 +31,5 @@ def name_cached_graphs(sources: Path = Path(__file__).parent) -> None:
 
     It knows a custom operator by its name: after a change to what the operator returns, it would run graphs made for the old one.
     """
-    files = sorted(sources.rglob("*.py"))
+    files = sorted(file for file in sources.rglob("*") if file.suffix in (".py", ".cpp", ".h"))
     torch.compiler.config.cache_key_tag = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -37,5 +37,6 @@ def linear_cross_entropy(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, *, c
     :param implementation: auto | a key of IMPLEMENTATIONS
     """
     if implementation == "auto":
-        implementation = "triton" if h_TD.device.type == "cuda" and "triton" in IMPLEMENTATIONS else "chunked"
+        served = h_TD.device.type == "cuda" and "triton" in IMPLEMENTATIONS
+        implementation = "triton" if served else "chunked" if h_TD.device.type == "cpu" else "reference"
     return IMPLEMENTATIONS[implementation](h_TD, weight_VD, labels_T, chunk, ignore_index, label_smoothing, z_loss, soft_cap)

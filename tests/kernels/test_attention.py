@@ -445,3 +445,17 @@ def test_compiles_whole_and_once_for_any_boundaries(implementation):
         expected = results(rows, probe, lengths, padding, torch.float32, function=step)
         with torch.compiler.set_stance("default" if padding == 9 else "fail_on_recompile"):
             assert_close(results(rows, probe, lengths, padding, torch.float32, function=compiled), expected, 1e-6)
+
+
+@pytest.mark.parametrize("bounds, keys, message", [
+    ([0, 5, 9], None, "document 1 has rows 5 to 9 and keys 5 to 9, of 8 and 8"), ([0, 5, 3], None, "document 1 has rows 5 to 3"),
+    ([0, 8], [[0], [9]], "document 0 has rows 0 to 8 and keys 0 to 9, of 8 and 8"), ([0, 8], [[-1], [8]], "keys -1 to 8")])
+def test_rows_and_keys_that_are_not_there_are_refused(bounds, keys, message):
+    """Not read beyond their end."""
+    q, k, v = inputs(8)
+    keys_2U = None if keys is None else torch.tensor(keys)
+    with pytest.raises(ValueError, match=message):
+        attention(q, k, v, torch.tensor(bounds), segments_T=torch.zeros(8, dtype=torch.int32), keys_2U=keys_2U, implementation="blocks")
+    with pytest.raises(ValueError, match=r"^q \[8, 4, 8\], k \[8, 3, 8\] and v \[8, 3, 8\] do not fit one another"):
+        attention(q, k[:, :1].expand(-1, 3, -1), v[:, :1].expand(-1, 3, -1), torch.tensor([0, 8]), segments_T=torch.zeros(8),
+                  implementation="blocks")

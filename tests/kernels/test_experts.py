@@ -193,18 +193,36 @@ def test_frozen_weights_get_no_product_and_change_no_other_gradient(monkeypatch,
     whole = results(experts, (x, ids, weights, up, down), probe, torch.float64, activation="relu2", implementation="cpu")
     leaves = {"x": x.requires_grad_(), "weights": weights.requires_grad_(), "up": up.requires_grad_("up" not in frozen),
               "down": down.requires_grad_("down" not in frozen)}
-    made, product = [], cpu.product
-
-    def counted(kind, *args, **options):
-        made.append(kind)
-        return product(kind, *args, **options)
-
-    monkeypatch.setattr(cpu, "product", counted)
     y = experts(x, ids, weights, up, down, activation="relu2", implementation="cpu")
     wanted = [name for name in leaves if name not in frozen]
-    grads = torch.autograd.grad((y * probe).sum(), [leaves[name] for name in wanted])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        grads = torch.autograd.grad((y * probe).sum(), [leaves[name] for name in wanted])
     assert all(torch.equal(grad, whole[name]) for name, grad in zip(wanted, grads, strict=True))
-    assert made.count("tn") == (2 - len(frozen)) * E
+    products = sum(event.count for event in profile.key_averages() if event.key == "aten::mm")
+    assert products == (4 - len(frozen)) * len(ids.unique())  # of each expert with tokens
+
+
+def test_sizes_that_do_not_fit_are_refused():
+    """Not read beyond their end."""
+    x, ids, weights, up, down = inputs(routing("random"))
+    with pytest.raises(ValueError, match=r"^swiglu of up \[5, 24, 16\] does not give what down \[5, 16, 24\] takes"):
+        experts(x, ids, weights, up, down, activation="swiglu", implementation="cpu")
+    with pytest.raises(ValueError, match=r"^x \[75, 15\], up \[5, 24, 16\] and down \[5, 16, 24\] do not fit"):
+        experts(x[:, 1:], ids, weights, up, down, activation="relu2", implementation="cpu")
+    with pytest.raises(ValueError, match=r"^x \[75, 16\] has choices \[74, 3\] with weights \[75, 3\]"):
+        experts(x, ids[1:], weights, up, down, activation="relu2", implementation="cpu")
+
+
+def test_one_thread_gives_the_same_bits():
+    """A product that runs on one core does not depend on which."""
+    arguments = inputs(routing("random"), "swiglu")
+    probe = torch.randn_like(arguments[0]).double()
+    found, before = [], torch.get_num_threads()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        found.append(results(experts, arguments, probe, torch.float32, activation="swiglu", implementation="cpu"))
+    torch.set_num_threads(before)
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 def test_twice_the_same_bits():

@@ -119,13 +119,12 @@ def test_rows_of_blocks(monkeypatch, ignore_index):
     assert seen == [32, 32]
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_blocks_of_all_rows(monkeypatch, options):
-    """What other devices do, where the number of labelled rows is not known in time."""
-    arguments = inputs(options.get("ignore_index", -100))
-    expected = results(*arguments, torch.float64, implementation="reference", **options)
-    monkeypatch.setattr(module, "_rows", lambda labels, ignore_index: torch.arange(len(labels)))
-    assert_close(results(*arguments, torch.float64, implementation="chunked", chunk=20, **options), expected, 1e-13)
+@pytest.mark.parametrize("label", [-1, V])
+def test_labels_outside_the_vocabulary_are_refused(label):
+    h, weight, labels = inputs()
+    labels[3] = label
+    with pytest.raises(IndexError, match=f"^label {label} is outside the vocabulary of {V} tokens"):
+        results(h, weight, labels, torch.float32)
 
 
 @pytest.mark.parametrize("implementation", ON_CPU)
