@@ -1,4 +1,4 @@
-"""Activations of experts and MLPs, computed in fp32 and rounded once, and their derivatives for operators with their own backward.
+"""Activations of experts and MLPs, computed in fp32 and rounded once.
 
 relu2: max(h, 0)². swiglu: the rows of h are [gate, up], silu(gate) * up, half as wide as h.
 """
@@ -22,22 +22,8 @@ def expansion(activation: str) -> int:
 
 def activate(h: Tensor, activation: str) -> Tensor:
     """The activation of h [..., F or 2F], in h's dtype. [..., F]"""
-    return activate_wide(widen(h), activation).to(h.dtype)
-
-
-def activate_wide(h: Tensor, activation: str) -> Tensor:
-    """The same, of an h that is wide already."""
+    wide = widen(h)
     if activation == "relu2":
-        return F.relu(h).square()
-    gate, up = h.chunk(2, -1)
-    return F.silu(gate) * up
-
-
-def activate_backward(h: Tensor, grad: Tensor, activation: str) -> Tensor:
-    """Gradient of h [..., F or 2F] from that of the activation [..., F]; both wide."""
-    if activation == "relu2":
-        return F.relu(h).mul_(grad).mul_(2)
-    gate, up = h.chunk(2, -1)
-    sigmoid = torch.sigmoid(gate)
-    silu = gate * sigmoid
-    return torch.cat([grad * up * (sigmoid + silu * (1 - sigmoid)), grad * silu], -1)
+        return F.relu(wide).square().to(h.dtype)
+    gate, up = wide.chunk(2, -1)
+    return (F.silu(gate) * up).to(h.dtype)
