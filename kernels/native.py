@@ -18,7 +18,8 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 HEADER = Path(__file__).with_name("native.h")
 VECTORS = {  # by what PyTorch's own kernels use on this processor, which its vector classes have to be compiled for
-    "AVX512": ["-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mfma"], "AVX2": ["-mavx2", "-mfma", "-mf16c"]}
+    "AVX512": ["-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mfma"], "AVX2": ["-mavx2", "-mfma", "-mf16c"],
+    "DEFAULT": []}
 
 
 @functools.cache
@@ -28,8 +29,9 @@ def operators(source: Path) -> Any:
     Raises RuntimeError if there is no C++ compiler or it fails.
     """
     capability = torch.backends.cpu.get_cpu_capability()
+    capability = capability if capability in VECTORS else "DEFAULT"
     flags = ["-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", f"-I{HEADER.parent}",
-             f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}", *VECTORS.get(capability, [])]
+             f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}", *VECTORS[capability]]
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         raise RuntimeError(f"{source} needs a C++ compiler and {compiler} is not there: install g++ or name another one in CXX")
