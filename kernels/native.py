@@ -30,21 +30,21 @@ def operators(source: Path) -> Any:
     """
     capability = torch.backends.cpu.get_cpu_capability()
     capability = capability if capability in VECTORS else "DEFAULT"
-    flags = ["-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", f"-I{HEADER.parent}",
-             f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}", *VECTORS[capability]]
+    flags = ["-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", f"-DCPU_CAPABILITY={capability}",
+             f"-DCPU_CAPABILITY_{capability}", *VECTORS[capability]]
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         raise RuntimeError(f"{source} needs a C++ compiler and {compiler} is not there: install g++ or name another one in CXX")
-    torch_folder = Path(torch.__file__).parent
-    include = torch_folder / "include"
-    torch_flags = [f"-I{include}", f"-I{include / 'torch/csrc/api/include'}", f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
+    root = Path(torch.__file__).parent
+    includes = [f"-I{folder}" for folder in (HEADER.parent, root / "include", root / "include/torch/csrc/api/include")]
+    libraries = [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
     key = hashlib.sha256(repr([torch.__version__, compiler, flags]).encode() + HEADER.read_bytes() + source.read_bytes()).hexdigest()[:16]
     library = Path(cache_dir()) / "reedling" / f"{source.parent.name}-{key}.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{library}.lock"):  # which a process that is killed gives back
             if not library.exists():
-                _compile([compiler, *flags, str(source), *torch_flags], library)
+                _compile([compiler, *flags, *includes, str(source), *libraries], library)
     torch.ops.load_library(library)
     return torch.ops.reedling_cpu
 
