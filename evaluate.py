@@ -59,12 +59,12 @@ def options(arguments: list[str]) -> EvaluateConfig:
 
 def find(path: Path) -> tuple[Path, dict[str, Any]]:
     """The checkpoint that `path` names, and its meta.json."""
-    if not path.exists():
-        raise config.ConfigError(f"checkpoint={path} does not exist; give a run's folder or one of its checkpoints/step_*")
-    chosen = path if (path / "meta.json").exists() else (checkpoint.best(path) or (checkpoint.newest(path), 0.0))[0]
-    if chosen is None or not (chosen / "meta.json").exists():
-        raise config.ConfigError(f"checkpoint={path} holds no complete checkpoint; give a run's folder or one of its checkpoints/step_*")
-    return chosen, json.loads((chosen / "meta.json").read_text())
+    best = checkpoint.best(path)
+    chosen = (best[0] if best else checkpoint.find(path)) or path
+    try:
+        return chosen, checkpoint.read_meta(chosen)
+    except checkpoint.CheckpointError as error:
+        raise config.ConfigError(f"checkpoint={error}") from error
 
 
 def configure(asked: EvaluateConfig, stored: dict[str, Any], command: list[str]) -> Config:

@@ -236,7 +236,7 @@ class TrainConfig:
     decode_at_start: bool = False  # decode before the first step too
     checkpoint_every: int = 1000  # steps between checkpoints; 0: only at the end
     keep_checkpoints: int = 2  # newest checkpoints kept besides the best
-    resume: str = "auto"  # auto (newest in run_dir; a finished run is set aside) | never (set aside what is there) | path of a checkpoint
+    resume: str = "auto"  # auto (newest in run_dir; a finished run is set aside) | never (sets all aside) | path of a checkpoint or run
 
 
 @dataclass

@@ -109,6 +109,10 @@ def _read(path: str, columns: bool = False) -> bytes:
             return _read_rows(path)
         blob = Path(path).read_bytes()
         return gzip.decompress(blob) if blob[:2] == b"\x1f\x8b" else blob
+    except FileNotFoundError as error:
+        raise DataError(f"the manifest {path} does not exist; check the path") from error
+    except IsADirectoryError as error:
+        raise DataError(f"the manifest {path} is a folder; name a file in it") from error
     except (OSError, EOFError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise DataError(f"the manifest {path} cannot be read ({reason}); check the path") from error

@@ -46,7 +46,7 @@ def command(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.Compl
 @pytest.mark.parametrize("arguments, pattern", [
     ([], r"checkpoint must be given: add checkpoint=runs/NAME"),
     (["checkpoint=/nowhere"], r"checkpoint=/nowhere does not exist; give a run's folder"),
-    (["checkpoint=RUN/checkpoints"], r"checkpoint=.*/checkpoints holds no complete checkpoint"),
+    (["checkpoint=RUN/checkpoints"], r"checkpoint=.*/checkpoints holds no complete checkpoint: of checkpoints it has step_00000000 alone"),
     (["checkpoint=RUN", "manifest=/nowhere.jsonl"], r"/nowhere\.jsonl"),
     (["checkpoint=RUN", "audio=/nowhere.wav"], r"/nowhere\.wav cannot be read as audio \(there is no such file\)"),
     (["checkpoint=RUN", "set=dev"], r"data\.validation has no set 'dev' \(has: held_out\)"),

@@ -49,11 +49,7 @@ def load(path: Path, state: State, mesh: Mesh, tables: Mapping[str, int] = Mappi
 
     :param tables: names of parameters whose rows are padded, perhaps otherwise than in the checkpoint, and their number without padding
     """
-    try:
-        meta = json.loads((path / "meta.json").read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} is not a complete checkpoint ({error}); set train.resume to another one or to never") from error
-    tensors = _tensors(state)
+    meta, tensors = read_meta(path), _tensors(state)
     stored: Any = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     missing = sorted(set(tensors) - set(stored))
     if missing:
@@ -94,6 +90,36 @@ def data_states(meta: dict[str, Any]) -> list[dict[str, Any]]:
     """The data position of every rank, out of meta.json; none if the run had read nothing."""
     before = {"before": meta["data_before"]} if meta["data_before"] else {}
     return [state | before for state in meta["data"] if state]
+
+
+def find(path: Path) -> Path | None:
+    """The checkpoint that a path is, or the newest one of the run that it is; None if it is neither."""
+    return path if (path / "meta.json").exists() else newest(path)
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """meta.json of a complete checkpoint; raises CheckpointError that says what the path lacks to be one."""
+    try:
+        content: dict[str, Any] = json.loads((path / "meta.json").read_text())
+        return content
+    except json.JSONDecodeError as error:
+        reason = f"holds a damaged meta.json ({error})"
+    except OSError as error:
+        reason = _lacking(path, error)
+    raise CheckpointError(f"{path} {reason}; give a run's folder or one of its checkpoints/step_*")
+
+
+def _lacking(path: Path, error: OSError) -> str:
+    if not path.exists():
+        return "does not exist"
+    if not path.is_dir():
+        return "is a file, and a checkpoint is a folder"
+    if (path / "meta.json").exists():
+        return f"holds a meta.json that cannot be read ({error.strerror})"
+    if path.name.startswith("step_"):
+        return "holds no complete checkpoint: it lacks meta.json, which is written last"
+    begun = sorted(folder.relative_to(path) for pattern in ("step_*", "checkpoints/step_*") for folder in path.glob(pattern))
+    return f"holds no complete checkpoint: {f'of checkpoints it has {begun[-1]} alone' if begun else 'it lacks checkpoints/step_*'}"
 
 
 def newest(run_dir: Path) -> Path | None:

@@ -88,6 +88,7 @@ def configure(arguments: Sequence[str]) -> tuple[Config, torch.device]:
         problems += validate(cfg, environment("train.py", *arguments))
         if not problems:
             check_run_dir(cfg.run_dir)
+            check_resume(cfg.train.resume)
             check_data(cfg)
     except (config.ConfigError, DataError) as error:
         problems = [str(error)]
@@ -102,6 +103,15 @@ def check_run_dir(run_dir: str) -> None:
         Path(run_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise config.ConfigError(f"run_dir={run_dir} cannot be written ({error.strerror}); choose another folder") from error
+
+
+def check_resume(resume: str) -> None:
+    """Whether the checkpoint that is named is one."""
+    if resume not in ("auto", "never"):
+        try:
+            checkpoint.read_meta(checkpoint.find(Path(resume)) or Path(resume))
+        except checkpoint.CheckpointError as error:
+            raise config.ConfigError(f"train.resume={error}, or set it to auto or never") from error
 
 
 def check_data(cfg: Config) -> None:

@@ -251,7 +251,8 @@ def started_adapter(cfg: Config, mesh: Mesh, tensors: dict[str, Any]) -> dict[st
 
 def checkpoint_to_resume(cfg: Config) -> Path | None:
     """The checkpoint that a run goes on from."""
-    return {"auto": checkpoint.newest(Path(cfg.run_dir)), "never": None}.get(cfg.train.resume, Path(cfg.train.resume))
+    named = Path(cfg.train.resume)
+    return {"auto": checkpoint.newest(Path(cfg.run_dir)), "never": None}.get(cfg.train.resume, checkpoint.find(named) or named)
 
 
 def resume(cfg: Config, state: State, mesh: Mesh) -> tuple[State, Any, list[str]]:

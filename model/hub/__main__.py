@@ -33,7 +33,8 @@ def arguments(given: list[str]) -> argparse.Namespace:
     convert.add_argument("path", type=Path)
     convert.add_argument("out", type=Path)
     convert.add_argument("--like", type=Path, help="a published folder whose config.json, tokenizer, names and types are kept")
-    convert.add_argument("--dtype", choices=DTYPES, default="bf16", help="of tensors whose type neither --like nor a published PATH tells")
+    convert.add_argument("--dtype", choices=DTYPES, help="of the tensors, but for buffers and what --like or a published PATH keeps wider "
+                         "than most; without it the types there, else bf16")
     convert.add_argument("--limit", type=float, default=LIMIT_BYTES / 1e9, metavar="GB", help="largest file; a SALM is one file")
     adapter = commands.add_parser("adapter")
     adapter.add_argument("path", type=Path)
@@ -54,7 +55,7 @@ def run(given: list[str]) -> dict[str, Any]:
     if args.command == "inspect":
         return tools.inspect(args.path)
     if args.command == "convert":
-        return tools.convert(args.path, args.out, args.like, args.family, DTYPES[args.dtype], int(args.limit * 1e9))
+        return tools.convert(args.path, args.out, args.like, args.family, DTYPES.get(args.dtype), int(args.limit * 1e9))
     if args.command == "adapter":
         return tools.export_adapter(args.path, args.out, args.like, args.family)
     if args.command == "verify":

@@ -113,6 +113,9 @@ def _ours(rows: Tensor, block: Block) -> Tensor:
 
 def read_settings(folder: Path, family: Family, cfg: ModelConfig) -> LoraConfig:
     """The configuration under which `cfg` has the adapters of a folder; raises HubError for settings that mean another formula."""
+    lost = [folder, *(folder / name for name in (CONFIG, WEIGHTS))]
+    if absent := next((path for path in lost if not path.exists()), None):
+        raise HubError(f"{absent} does not exist; give a folder that peft has saved")
     try:
         content = json.loads((folder / CONFIG).read_text())
     except (OSError, json.JSONDecodeError) as error:

@@ -45,6 +45,7 @@ def opened(path: Path) -> Iterator[Source]:
 
 def read_content(path: Path) -> dict[str, Any]:
     """config.json of a folder (with the language model's beside a SALM's), or model_config.yaml of a .nemo file, unpacked or not."""
+    _check_there(path)
     try:
         if is_unpacked(path):
             content = _nemo_content(path / NEMO_CONFIG)
@@ -58,6 +59,19 @@ def read_content(path: Path) -> dict[str, Any]:
         raise HubError(f"the configuration of {path} cannot be read ({error}); give the folder of a published checkpoint or a .nemo file") \
             from error
     return content
+
+
+def _check_there(path: Path) -> None:
+    """That a path may be a published checkpoint; what it lacks is said."""
+    advice = "give the folder of a published checkpoint or a .nemo file"
+    if not path.exists():
+        raise HubError(f"{path} does not exist; {advice}")
+    if not path.is_dir() and path.suffix != ".nemo":
+        raise HubError(f"{path} is neither a folder nor a .nemo file; {advice}")
+    if path.is_dir() and not is_unpacked(path) and not (path / "config.json").exists():
+        if (path / "meta.json").exists() or (path / "checkpoints").is_dir():
+            raise HubError(f"{path} is of a run and not published; python -m model.hub convert {path} OUT makes a folder that is")
+        raise HubError(f"{path} holds neither config.json nor, like an unpacked .nemo file, {NEMO_CONFIG}; {advice}")
 
 
 def is_unpacked(path: Path) -> bool:

@@ -2,9 +2,11 @@
 like that of a .nemo file as such a file."""
 
 import json
+import math
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,26 +31,29 @@ Fetch = Callable[[str, P], Tensor]  # the whole tensor of one of our paths
 
 
 def save(out: Path, family: Family, cfg: ModelConfig, fetch: Fetch, *, like: Path | None = None, more: Mapping[str, Any] | None = None,
-         dtype: torch.dtype = torch.bfloat16, limit_bytes: int = LIMIT_BYTES, writes: bool = True) -> None:
+         dtype: torch.dtype | None = None, limit_bytes: int = LIMIT_BYTES, writes: bool = True) -> None:
     """config.json, safetensors with an index where there are several, generation config and tokenizer files.
 
     :param fetch: called for every tensor in the same order on all ranks, so that it may gather
     :param like: a folder of the same family: its config.json is kept but for what has changed, each tensor gets the name and the type that
         it has there, and its tokenizer and generation config are copied
     :param more: keys of config.json that no formula of ours knows, like those of special tokens
-    :param dtype: type of the tensors that `like` does not tell
+    :param dtype: type of the tensors, but for buffers and what `like` keeps wider than most, like A_log; None: that in `like`, else bf16
     :param limit_bytes: of one file, where the family's owner opens several
     :param writes: whether this rank writes; the others only take part in `fetch`
     """
-    found, dtypes = _layout(family, cfg, like)
+    found, stored = _layout(family, cfg, like)
     content = _config(family, cfg, like, dtype)
     _check_told(family, cfg, content)
-    plan = {b.name: (dtypes.get(b.name, torch.float32 if e.p.kind == "buffer" else dtype), b.shape) for e in found for b in e.blocks}
+    types = _types(found, stored, dtype)
+    plan = {block.name: (types[block.name], block.shape) for entry in found for block in entry.blocks}
     writer: Writer | Archive | None = None
     if writes and like is not None and like.suffix == ".nemo":
         if out.suffix != ".nemo" or content != read_content(like):
             raise HubError(f"{out} is to be a .nemo file with an encoder like that of {like}; give it a name that ends in .nemo, and the "
                            "file that the encoder is from")
+        if dtype is not None:
+            raise HubError(f"{out} keeps the types of {like}; leave --dtype out")
         writer = Archive(out, like)
     elif writes:
         out.mkdir(parents=True, exist_ok=True)
@@ -60,7 +65,9 @@ def save(out: Path, family: Family, cfg: ModelConfig, fetch: Fetch, *, like: Pat
         if writer is not None:
             _check_finite(entry, full)
             for block in entry.blocks:
-                writer.write(block.name, foreign(full, block))
+                part = foreign(full, block).to(types[block.name])
+                _check_range(entry, part)
+                writer.write(block.name, part)
     if writer is not None:
         writer.close()
 
@@ -76,6 +83,11 @@ def foreign(full: Tensor, block: Block) -> Tensor:
 def _check_finite(entry: Entry, full: Tensor) -> None:
     if not full.isfinite().all():
         raise HubError(f"{entry.path} has values that are not finite; export an earlier checkpoint")
+
+
+def _check_range(entry: Entry, part: Tensor) -> None:
+    if not part.isfinite().all():
+        raise HubError(f"{entry.path} has numbers beyond those of {_name(part.dtype)}; choose another type with --dtype")
 
 
 def _check_told(family: Family, cfg: ModelConfig, content: Mapping[str, Any]) -> None:
@@ -101,12 +113,35 @@ def _layout(family: Family, cfg: ModelConfig, like: Path | None) -> tuple[list[E
         return choose_variant(family, cfg, folder.shapes()), folder.dtypes()
 
 
-def _config(family: Family, cfg: ModelConfig, like: Path | None, dtype: torch.dtype) -> dict[str, Any]:
+def _types(found: Sequence[Entry], stored: Mapping[str, torch.dtype], asked: torch.dtype | None) -> dict[str, torch.dtype]:
+    """The type in which each foreign tensor is written."""
+    chosen = {b.name: torch.float32 if e.p.kind == "buffer" else asked or torch.bfloat16 for e in found for b in e.blocks}
+    known = {name: stored[name] for name in chosen if name in stored}
+    if asked is None:
+        return chosen | known
+    numbers: Counter[torch.dtype] = Counter()
+    for block in (b for entry in found for b in entry.blocks if b.name in known):
+        numbers[known[block.name]] += math.prod(block.shape)
+    usual = max(numbers, key=lambda dtype: numbers[dtype], default=asked).itemsize
+    return chosen | {name: dtype for name, dtype in known.items() if dtype.itemsize > max(usual, chosen[name].itemsize)}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _retyped(content: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """config.json with another type wherever it names the one of its tensors."""
+    return {key: _retyped(value, dtype) if isinstance(value, dict) else _name(dtype) if key in ("torch_dtype", "dtype") and value else value
+            for key, value in content.items()}
+
+
+def _config(family: Family, cfg: ModelConfig, like: Path | None, dtype: torch.dtype | None) -> dict[str, Any]:
     """The family's keys over those of `like`."""
     if like is None:  # a family's default padding token may lie outside this vocabulary
-        return {"architectures": [family.architecture], "torch_dtype": str(dtype).removeprefix("torch."), "pad_token_id": None,
+        return {"architectures": [family.architecture], "torch_dtype": _name(dtype or torch.bfloat16), "pad_token_id": None,
                 **family.alone, **family.write(cfg)}
-    base = read_content(like)
+    base = read_content(like) if dtype is None else _retyped(read_content(like), dtype)
     base |= {key: value for key, value in family.without.items() if key in base}
     written = family.write(cfg)
     if family.write(family.read(base)) == written:

@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -24,23 +25,25 @@ from model.hub.files import opened
 from model.hub.load import read_box, read_config
 from model.hub.save import Fetch, save
 from model.params import P, named_leaves
-from training.checkpoint import newest
+from parallel.mesh import start_processes
+from training.checkpoint import CheckpointError, find, read_meta
 
 
 def inspect(path: Path) -> dict[str, Any]:
     """Prints the family, our configuration and what is left out; raises HubError if it cannot be loaded."""
     family, cfg = read_config(path)
-    print(f"{family.name} ({family.model_type})")
-    print(OmegaConf.to_yaml(OmegaConf.create({"model": asdict(cfg)})).rstrip())
     with opened(path) as source:
         found, notes = matched(family, cfg, source.shapes())
         types = sorted({str(dtype).removeprefix("torch.") for dtype in source.dtypes().values()})
-    print(*notes, sep="\n")
+    print(f"{family.name} ({family.model_type})")
+    print(OmegaConf.to_yaml(OmegaConf.create({"model": asdict(cfg)})).rstrip())
+    for note in notes:
+        print(note)
     return {"family": family.model_type, "parameters": sum(math.prod(e.p.shape) for e in found if e.p.kind == "param"),
             "tensors": sum(len(e.blocks) for e in found), "types": types, "left_out": notes}
 
 
-def convert(path: Path, out: Path, like: Path | None, kind: str | None, dtype: torch.dtype, limit_bytes: int) -> dict[str, Any]:
+def convert(path: Path, out: Path, like: Path | None, kind: str | None, dtype: torch.dtype | None, limit_bytes: int) -> dict[str, Any]:
     """Writes `out` from a run's newest checkpoint, one checkpoint, or a published folder (which it is then like)."""
     checkpoint = newest_checkpoint(path)
     if checkpoint is None:
@@ -55,12 +58,12 @@ def convert(path: Path, out: Path, like: Path | None, kind: str | None, dtype: t
             like = Path(cfg.pretrained)
         family = _family_to_write(like, kind)
         lost = sorted({path.partition(".")[0] for path, _ in named_leaves(speech_lm.model_spec(cfg)) if not path.startswith(family.part)})
-        if lost:
-            print(f"not written, since {family.model_type} has no place for it: {', '.join(lost)}; --family salm/... has one")
         data = stored_data(checkpoint)
         told = {"audio_locator_tag": data.audio_token, "prompt_format": data.prompt_format}  # what NeMo's SALM asks its config.json
         more = {key: value for key, value in told.items() if like is None and key in family.alone}
         save(out, family, cfg, from_checkpoint(checkpoint, cfg), like=like, more=more, dtype=dtype, limit_bytes=limit_bytes)
+        if lost:
+            print(f"not written, since {family.model_type} has no place for it: {', '.join(lost)}; --family salm/... has one")
         if like is None:
             write_companions(data, out)
     return {"family": family.model_type, "out": str(out), "files": len(list(out.glob("*.safetensors"))) if out.is_dir() else 1}
@@ -68,9 +71,7 @@ def convert(path: Path, out: Path, like: Path | None, kind: str | None, dtype: t
 
 def export_adapter(path: Path, out: Path, like: Path | None, kind: str | None) -> dict[str, Any]:
     """Writes the adapters of a run's newest checkpoint, or of one checkpoint, as a folder for peft."""
-    checkpoint = newest_checkpoint(path)
-    if checkpoint is None:
-        raise HubError(f"{path} is no folder of a run; give one, or one of its checkpoints/step_*")
+    checkpoint = newest_checkpoint(path) or path
     cfg = stored_config(checkpoint)
     like = Path(cfg.pretrained) if like is None and kind is None and cfg.pretrained is not None else like
     family, (read, sizes) = _family_to_write(like, kind), _checkpoint_reader(checkpoint)
@@ -84,7 +85,29 @@ def export_adapter(path: Path, out: Path, like: Path | None, kind: str | None) -
     parts = [target.adapter(part) for target in found for part in (("a", "b", "magnitude") if cfg.lora.dora else ("a", "b"))]
     tensors = {name: read(f"params.{name}") for name in parts + ([target.path for target in found] if cfg.lora.dora else [])}
     adapter.save_adapter(out, tensors, family, cfg, None if like is None else str(like))
-    return {"family": family.model_type, "out": str(out), "projections": len(found)}
+    besides = trained_besides(cfg, sizes)
+    if besides:
+        named = ", ".join(f"{part} ({count:,} parameters)" for part, count in besides.items())
+        print(f"trained too, and not in the adapter: {named}; {_way_out(path, family, besides)}")
+    return {"family": family.model_type, "out": str(out), "projections": len(found), "trained_besides": besides}
+
+
+def trained_besides(cfg: ModelConfig, sizes: Container[str]) -> dict[str, int]:
+    """Number of trained parameters of each part of the model that are no adapter's: those that have moments in a checkpoint."""
+    numbers: Counter[str] = Counter()
+    for name, p in named_leaves(speech_lm.model_spec(cfg)):
+        if f"first.{name}" in sizes:
+            numbers[name.partition(".")[0]] += math.prod(p.shape)
+    return dict(numbers)
+
+
+def _way_out(path: Path, family: Family, parts: Iterable[str]) -> str:
+    """The command that exports parts of the model, if there is one."""
+    families = (family, FAMILIES.get(f"salm/{family.model_type}", family))
+    fitting = next((f for f in families if all(f"{part}.".startswith(f.part) for part in parts)), None)
+    if fitting is None:
+        return f"no family has a place for them beside {family.name}"
+    return f"python -m model.hub convert {path} OUT{'' if fitting is family else f' --family {fitting.model_type}'} writes the whole model"
 
 
 def verify(path: Path, other: Path | None) -> dict[str, Any]:
@@ -120,20 +143,32 @@ def _reader(path: Path) -> Iterator[tuple[list[Entry], Fetch]]:
 
 
 def newest_checkpoint(path: Path) -> Path | None:
-    """The newest checkpoint of a run, or the path itself if it is one."""
-    return path if (path / "meta.json").exists() else newest(path)
+    """The newest checkpoint of a run, or the path itself if it is one; None if it is of no run."""
+    checkpoint = find(path)
+    if checkpoint is None and (path / "checkpoints").is_dir() and not (path / "config.json").exists():
+        _stored(path)  # says what the run lacks
+    return checkpoint
+
+
+def _stored(checkpoint: Path) -> dict[str, Any]:
+    """The configuration of a checkpoint's run."""
+    try:
+        content: dict[str, Any] = read_meta(checkpoint)["config"]
+    except CheckpointError as error:
+        raise HubError(str(error)) from error
+    return content
 
 
 def stored_config(checkpoint: Path) -> ModelConfig:
     """The model that a checkpoint holds."""
-    content = json.loads((checkpoint / "meta.json").read_text())["config"]["model"]
+    content = _stored(checkpoint)["model"]
     found: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), content))
     return found
 
 
 def stored_data(checkpoint: Path) -> DataConfig:
     """What the run of a checkpoint read."""
-    content = json.loads((checkpoint / "meta.json").read_text())["config"]["data"]
+    content = _stored(checkpoint)["data"]
     found: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataConfig), content))
     return found
 
@@ -178,6 +213,7 @@ def from_checkpoint(checkpoint: Path, cfg: ModelConfig) -> Fetch:
 
 def _checkpoint_reader(checkpoint: Path) -> tuple[Callable[[str], Tensor], dict[str, Any]]:
     """Reads whole tensors by the names of a checkpoint, and the sizes of all."""
+    start_processes(torch.device("cpu"))
     sizes = {name: getattr(m, "size", None) for name, m in dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata.items()}
 
     def read(name: str) -> Tensor:
@@ -185,7 +221,7 @@ def _checkpoint_reader(checkpoint: Path) -> tuple[Callable[[str], Tensor], dict[
         if size is None:
             raise HubError(f"{checkpoint} holds no {name}; it is of another model")
         tensors = {name: torch.zeros(size)}
-        dcp.load(tensors, checkpoint_id=checkpoint, no_dist=True)
+        dcp.load(tensors, checkpoint_id=checkpoint)
         return tensors[name]
 
     return read, sizes

@@ -89,9 +89,9 @@ def test_empty_manifest(tmp_path, content):
 
 
 def test_manifest_that_is_missing_or_a_folder(tmp_path):
-    with pytest.raises(DataError, match=r"missing\.jsonl cannot be read \(No such file or directory\); check the path"):
+    with pytest.raises(DataError, match=r"missing\.jsonl does not exist; check the path"):
         read_manifest(tmp_path / "missing.jsonl")
-    with pytest.raises(DataError, match=r"cannot be read \(Is a directory\)"):
+    with pytest.raises(DataError, match=r"is a folder; name a file in it"):
         read_manifest(tmp_path)
 
 

@@ -88,7 +88,7 @@ def test_configurations_that_are_not_served(llama, tmp_path, config, words):
 
 
 def test_folders_that_are_none(tmp_path):
-    with pytest.raises(HubError, match=r"configuration of .* cannot be read .* give the folder of a published checkpoint or a .nemo file"):
+    with pytest.raises(HubError, match=r"holds neither config.json nor, .*; give the folder of a published checkpoint or a .nemo file"):
         load(tmp_path, single_mesh())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 1, "num_attention_heads": 2,
                                                       "hidden_size": 8, "vocab_size": 4, "intermediate_size": 8}))

@@ -127,13 +127,14 @@ def test_a_run_dir_that_is_a_file(tmp_path: Path, mesh: Mesh) -> None:
         save(tmp_path / "run", 1, mesh)
 
 
-@pytest.mark.parametrize("content", [None, "{", ""])
-def test_an_incomplete_checkpoint_is_refused(tmp_path: Path, mesh: Mesh, content: str | None) -> None:
+@pytest.mark.parametrize(("content", "words"), [
+    (None, "no complete checkpoint: it lacks meta.json, which is written last"), ("{", "a damaged meta.json"), ("", "a damaged meta.json")])
+def test_an_incomplete_checkpoint_is_refused(tmp_path: Path, mesh: Mesh, content: str | None, words: str) -> None:
     path = tmp_path / "checkpoints" / "step_00000009"
     path.mkdir(parents=True)
     if content is not None:
         (path / "meta.json").write_text(content)
-    with pytest.raises(checkpoint.CheckpointError, match=r"step_00000009 is not a complete checkpoint .*train.resume"):
+    with pytest.raises(checkpoint.CheckpointError, match=f"step_00000009 holds {words}.*; give a run's folder or one of its"):
         checkpoint.load(path, state(0, mesh), mesh)
     if content is None:
         assert checkpoint.newest(tmp_path) is None

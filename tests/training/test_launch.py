@@ -44,6 +44,7 @@ def manifest(folder: Path, *lines: str) -> str:
     (["parallel.pipeline.scale_grads_in_schedule=false"], r"scale_grads_in_schedule is no key here: the loss is .*; leave it out$"),
     (["+parallel.output_dtype=bf16"], r"parallel.output_dtype is no key here: layers give what precision says, .*; leave it out$"),
     (["run_dir=/proc/nowhere"], r"run_dir=/proc/nowhere cannot be written \(.*\); choose another folder"),
+    (["train.resume=/nowhere"], r"train.resume=/nowhere does not exist; give a run's folder or one of its checkpoints/step_\*, or set"),
     (["run_dir=a=b"], r"the command line run_dir=a=b cannot be read: .*quote a value"),
     (["+experiment=digits_ep2"], r"parallel.ep=2 needs .* type torchrun --nproc_per_node=2 train.py \+experiment=digits_ep2$"),
     (["+experiment=nemotron_ep8", "data=digits", "model=nemotron3_tiny"],

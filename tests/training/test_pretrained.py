@@ -46,7 +46,7 @@ def test_sizes_come_from_the_folders_and_the_command_line_goes_over_them(folders
 
 
 def test_a_folder_that_is_none_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"^model.pretrained={tmp_path}: the configuration of .* cannot be read"):
+    with pytest.raises(ConfigError, match=rf"^model.pretrained={tmp_path}: .* holds neither config.json nor"):
         config.load([*SMALL, f"model.pretrained={tmp_path}"])
 
 
@@ -88,7 +88,8 @@ def _train(cfg: Any, mesh: Any, state: State, steps: int) -> tuple[list[float], 
     ["model.lora.rank=3", "model.lora.rslora=true", r"model.lora.targets=['decoder\.layers\.[02]\.[qv]','.*experts\.up']"],
     ["model.lora.rank=3", "model.lora.dora=true", r"model.lora.targets=['decoder\.layers\.0\.o','.*3\.up$']"],
 ], ids=["experts", "dora"])
-def test_an_adapter_leaves_a_run_and_starts_another(folders: tuple[Path, Path], tmp_path: Path, changes: list[str]) -> None:
+def test_an_adapter_leaves_a_run_and_starts_another(folders: tuple[Path, Path], tmp_path: Path, changes: list[str],
+                                                     capsys: pytest.CaptureFixture[str]) -> None:
     llm, _ = folders
     start_processes(torch.device("cpu"))
     mesh = make_mesh(config.load(SMALL)[0].parallel, torch.device("cpu"))
@@ -99,7 +100,14 @@ def test_an_adapter_leaves_a_run_and_starts_another(folders: tuple[Path, Path], 
     for w in adapters.values():
         w.to_local().normal_(std=0.3)
     checkpoint.save(tmp_path / "run", state, None, mesh, 1, config.to_dict(cfg))
-    assert run(["adapter", str(tmp_path / "run"), str(tmp_path / "adapter")])["projections"] == sum(n.endswith(".a") for n in adapters)
+    said = run(["adapter", str(tmp_path / "run"), str(tmp_path / "adapter")])
+    assert said["projections"] == sum(n.endswith(".a") for n in adapters)
+    others = {part: sum(w.numel() for name, w in state.first.items() if name.startswith(f"{part}.") and name not in adapters)
+              for part in ("encoder", "projector", "decoder")}
+    assert said["trained_besides"] == others
+    assert (f"encoder ({others['encoder']:,} parameters), projector ({others['projector']:,} parameters), decoder "
+            f"({others['decoder']:,} parameters); python -m model.hub convert {tmp_path / 'run'} OUT --family salm/qwen3_moe writes the "
+            "whole model") in capsys.readouterr().out
     again, _ = config.load([*start, f"model.lora.start={tmp_path / 'adapter'}", "model.lora.dropout=0.5"])
     assert (again.model.lora.rank, again.model.lora.alpha, again.model.lora.dropout) == (3, 5, 0.5)
     assert (again.model.lora.rslora, again.model.lora.dora) == (cfg.model.lora.rslora, cfg.model.lora.dora)
@@ -116,7 +124,7 @@ def test_adapters_that_cannot_start_or_leave_a_run_are_one_sentence(folders: tup
     llm, _ = folders
     with pytest.raises(ConfigError, match=r"^model.lora.start=/nowhere needs the model .*; give its folder as model.pretrained"):
         config.load([*SMALL[:-1], "model.lora.start=/nowhere"])
-    with pytest.raises(ConfigError, match=r"^model.lora.start=/nowhere: .*adapter_config.json cannot be read"):
+    with pytest.raises(ConfigError, match=r"^model.lora.start=/nowhere: /nowhere does not exist; give a folder that peft"):
         config.load([*SMALL[:-1], f"model.pretrained={llm}", "model.lora.start=/nowhere"])
     start_processes(torch.device("cpu"))
     mesh = make_mesh(config.load(SMALL)[0].parallel, torch.device("cpu"))
@@ -127,7 +135,7 @@ def test_adapters_that_cannot_start_or_leave_a_run_are_one_sentence(folders: tup
         path = checkpoint.save(tmp_path, state, None, mesh, 1, config.to_dict(cfg))
         with pytest.raises(HubError, match=message):
             run(["adapter", str(path), str(tmp_path / "out")])
-    with pytest.raises(HubError, match="is no folder of a run"):
+    with pytest.raises(HubError, match="holds no complete checkpoint: it lacks checkpoints"):
         run(["adapter", str(llm), str(tmp_path / "out")])
 
 

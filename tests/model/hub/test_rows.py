@@ -152,7 +152,7 @@ def test_companions_types_and_unchanged_keys_come_from_the_folder_that_it_is_lik
     content = json.loads((tmp_path / "a" / "config.json").read_text()) | {"eos_token_id": 7}
     (tmp_path / "a" / "config.json").write_text(json.dumps(content))
     (tmp_path / "a" / "tokenizer.json").write_text("{}")
-    save(tmp_path / "b", FAMILIES["qwen3_moe"], model("qwen3_moe"), lambda path, _: weights[path], like=tmp_path / "a", dtype=torch.float32)
+    save(tmp_path / "b", FAMILIES["qwen3_moe"], model("qwen3_moe"), lambda path, _: weights[path], like=tmp_path / "a")
     assert json.loads((tmp_path / "b" / "config.json").read_text()) == content
     assert (tmp_path / "b" / "tokenizer.json").read_text() == "{}"
     assert (tmp_path / "b" / "model.safetensors").read_bytes() == (tmp_path / "a" / "model.safetensors").read_bytes()

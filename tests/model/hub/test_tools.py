@@ -1,6 +1,7 @@
 """The command line: inspect, convert (folders, runs, adapters), verify, counts."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,66 @@ def test_convert_rewrites_a_folder_in_other_files(tmp_path):
         run(["convert", str(tmp_path / "a"), str(tmp_path / "c"), "--family", "qwen3"])
     with pytest.raises(HubError, match="a is llama and --like .*q is qwen3; name a folder of the same family"):
         run(["convert", str(tmp_path / "a"), str(tmp_path / "c"), "--like", str(tmp_path / "q")])
+
+
+WIDE = re.compile(r".*\.(A_log|D|dt_bias)")  # kept in fp32
+WIDE_ONE = "backbone.layers.0.mixer.A_log"
+
+
+@pytest.mark.parametrize(("asked", "dtype"), [("fp16", torch.float16), ("fp32", torch.float32), (None, torch.bfloat16)])
+def test_convert_to_a_type_keeps_what_is_wider_than_most(tmp_path: Path, asked: str | None, dtype: torch.dtype) -> None:
+    written("nemotron_h", tmp_path / "a")
+    before = {name: t.float() if WIDE.fullmatch(name) else t for name, t in load_file(tmp_path / "a" / "model.safetensors").items()}
+    before[WIDE_ONE] += 1e-5  # which 16 bits do not hold
+    save_file(before, tmp_path / "a" / "model.safetensors")
+    run(["convert", str(tmp_path / "a"), str(tmp_path / "b"), *([] if asked is None else ["--dtype", asked])])
+    after = load_file(tmp_path / "b" / "model.safetensors")
+    assert after.keys() == before.keys()
+    for name, t in after.items():
+        kept = WIDE.fullmatch(name) or name.endswith("e_score_correction_bias")
+        assert t.dtype == (torch.float32 if kept else dtype), name
+        assert torch.equal(t, before[name].to(t.dtype)), name
+    contents = [json.loads((tmp_path / folder / "config.json").read_text()) for folder in "ab"]
+    assert contents[1] == contents[0] | {"torch_dtype": str(dtype).removeprefix("torch.")}
+
+
+def test_convert_refuses_a_type_that_cannot_hold_the_numbers(tmp_path: Path) -> None:
+    written("llama", tmp_path / "a")
+    tensors = load_file(tmp_path / "a" / "model.safetensors")
+    tensors["model.norm.weight"][1] = 1e5
+    save_file(tensors, tmp_path / "a" / "model.safetensors")
+    with pytest.raises(HubError, match=r"^decoder.head.norm has numbers beyond those of float16; choose another type with --dtype"):
+        run(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--dtype", "fp16"])
+
+
+def test_paths_without_a_checkpoint_are_told_what_they_lack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run" / "checkpoints" / "step_00000003.incomplete").mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "x.safetensors").write_text("")
+    published = "give the folder of a published checkpoint or a .nemo file"
+    own = "give a run's folder or one of its checkpoints/step_*"
+    for command, name, words in (
+            ("inspect", "none", f"does not exist; {published}"), ("inspect", "none.nemo", f"does not exist; {published}"),
+            ("verify", "x.safetensors", f"is neither a folder nor a .nemo file; {published}"),
+            ("inspect", "empty", f"holds neither config.json nor, like an unpacked .nemo file, model_config.yaml; {published}"),
+            ("inspect", "run", f"is of a run and not published; python -m model.hub convert {tmp_path / 'run'} OUT makes a folder that is"),
+            ("convert", "none", f"does not exist; {published}"),
+            ("convert", "run", f"holds no complete checkpoint: of checkpoints it has checkpoints/step_00000003.incomplete alone; {own}"),
+            ("adapter", "none", f"does not exist; {own}"),
+            ("adapter", "empty", f"holds no complete checkpoint: it lacks checkpoints/step_*; {own}")):
+        assert main([command, str(tmp_path / name), *([str(tmp_path / "out")] if command in ("convert", "adapter") else [])]) == 2
+        assert capsys.readouterr() == ("", f"error: {tmp_path / name} {words}\n")
+
+
+def test_inspect_says_nothing_before_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written("llama", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert main(["inspect", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.endswith("that its configuration describes: missing model.norm.weight [12]\n")
 
 
 def test_verify_finds_what_differs_and_what_is_not_finite(tmp_path, capsys):
