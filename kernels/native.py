@@ -50,7 +50,7 @@ def operators(source: Path) -> Any:
 
 
 def _compile(command: list[str], library: Path) -> None:
-    part = library.with_suffix(".part")
+    part = library.with_suffix(f".{os.getpid()}.part")  # the compiler of a process that is killed goes on writing
     done = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")

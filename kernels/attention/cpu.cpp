@@ -28,6 +28,10 @@ struct Sight {
   bool causal;
   int64_t window;  // kFar: none
 
+  Sight(bool causal, std::optional<int64_t> window) : causal(causal), window(std::min(window.value_or(kFar), kFar)) {
+    TORCH_CHECK_VALUE(this->window > 0, "a window of ", this->window, " holds no key");
+  }
+
   int64_t ahead() const { return causal ? 0 : window == kFar ? kFar : window - 1; }
   int64_t first(const Document& d, int64_t row) const { return std::max(d.key_start, row + d.key_end - d.end - window + 1); }
   int64_t end(const Document& d, int64_t row) const { return std::min(d.key_end, row + d.key_end - d.end + ahead() + 1); }
@@ -36,19 +40,24 @@ struct Sight {
   }
 };
 
-// Raises what would otherwise be read beyond its end: a head that has no group, a row or key that is not there.
+// Raises what would otherwise be read beyond its end: a head that has no group, a row or key that is not there; and ranges of keys out of
+// order, to whose gradients two threads could add.
 std::vector<Document> documents(const Tensor& q_TNH, const Tensor& k_SGH, const Tensor& v_SGH, const Tensor& bounds_U1,
                                 const std::optional<Tensor>& keys_2U) {
   TORCH_CHECK_VALUE(k_SGH.sizes() == v_SGH.sizes() && q_TNH.size(2) == k_SGH.size(2) && k_SGH.size(1) > 0 && q_TNH.size(1) % k_SGH.size(1) == 0,
                     "q ", q_TNH.sizes(), ", k ", k_SGH.sizes(), " and v ", v_SGH.sizes(), " do not fit one another");
   const Tensor b = bounds_U1.to(at::kLong).contiguous(), k = keys_2U ? keys_2U->to(at::kLong).contiguous() : Tensor();
   const int64_t n = b.numel() - 1, *row = b.const_data_ptr<int64_t>(), *key = keys_2U ? k.const_data_ptr<int64_t>() : nullptr;
+  TORCH_CHECK_VALUE(!keys_2U || k.numel() == 2 * n, "keys ", k.sizes(), " are not a range for each of ", n, " documents");
   std::vector<Document> all;
   for (int64_t i = 0; i < n; ++i) {
     const Document d{row[i], row[i + 1], key ? key[i] : row[i], key ? key[n + i] : row[i + 1]};
-    TORCH_CHECK_VALUE(0 <= d.start && d.start <= d.end && d.end <= q_TNH.size(0) && 0 <= d.key_start && d.key_end <= k_SGH.size(0),
+    TORCH_CHECK_VALUE(0 <= d.start && d.start <= d.end && d.end <= q_TNH.size(0) && 0 <= d.key_start && d.key_start <= d.key_end &&
+                          d.key_end <= k_SGH.size(0),
                       "document ", i, " has rows ", d.start, " to ", d.end, " and keys ", d.key_start, " to ", d.key_end, ", of ",
                       q_TNH.size(0), " and ", k_SGH.size(0));
+    TORCH_CHECK_VALUE(all.empty() || (all.back().key_start <= d.key_start && all.back().key_end <= d.key_end), "document ", i,
+                      " starts or ends before the keys of the one before it");
     all.push_back(d);
   }
   return all;
@@ -200,7 +209,7 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q_TNH, const Tensor& k_SGH, c
                                  q_TNH.options().dtype(wide_type(q_TNH)));
   REEDLING_FLOATING_TYPES(q_TNH.scalar_type(), "attention", [&] {
     forward<scalar_t>(whole_heads(q_TNH), by_group(k_SGH), by_group(v_SGH), documents(q_TNH, k_SGH, v_SGH, bounds_U1, keys_2U),
-                      {causal, window.value_or(kFar)}, scale, out_TNH, lse_NT);
+                      {causal, window}, scale, out_TNH, lse_NT);
   });
   return {out_TNH, lse_NT};
 }
@@ -210,12 +219,14 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout_TNH, co
                                                       const std::optional<Tensor>& keys_2U, bool causal, double scale,
                                                       std::optional<int64_t> window, const Tensor& lse_NT,
                                                       const std::optional<Tensor>& delta_NT) {
+  TORCH_CHECK_VALUE(dout_TNH.sizes() == q_TNH.sizes() && lse_NT.size(0) == q_TNH.size(1) && lse_NT.size(1) == q_TNH.size(0), "q ",
+                    q_TNH.sizes(), " gave no result ", dout_TNH.sizes(), " with logarithms ", lse_NT.sizes());
   const Tensor k_GSH = by_group(k_SGH), v_GSH = by_group(v_SGH), dq_TNH = at::zeros(q_TNH.sizes(), q_TNH.options());
   const Tensor dk_GSH = at::zeros(k_GSH.sizes(), k_GSH.options().dtype(wide_type(k_GSH))), dv_GSH = at::zeros_like(dk_GSH);
   auto total = [](const std::optional<Tensor>& x_NT) { return x_NT ? x_NT->contiguous() : Tensor(); };
   REEDLING_FLOATING_TYPES(q_TNH.scalar_type(), "attention_backward", [&] {
     backward<scalar_t>(whole_heads(dout_TNH), whole_heads(q_TNH), k_GSH, v_GSH, documents(q_TNH, k_SGH, v_SGH, bounds_U1, keys_2U),
-                       {causal, window.value_or(kFar)}, scale, {lse_NT.contiguous(), total(delta_NT), total(dlse_NT)}, dq_TNH, dk_GSH, dv_GSH);
+                       {causal, window}, scale, {lse_NT.contiguous(), total(delta_NT), total(dlse_NT)}, dq_TNH, dk_GSH, dv_GSH);
   });
   auto by_row = [&](const Tensor& x_GSH) { return x_GSH.transpose(0, 1).to(k_SGH.scalar_type()).contiguous(); };
   return {dq_TNH, by_row(dk_GSH), by_row(dv_GSH)};

@@ -160,12 +160,13 @@ void backward(const Tensor& dy_TD, const Tensor& x_TD, const Route& r, const Ten
     for (int64_t i = 0; i < rows.size; ++i) {
       const bool real = i < rows.count;
       const int64_t choice = real ? r.choices[rows.start + i] : 0;
+      const A weight = real ? share[choice] : A(0);
       at::vec::convert(row<T>(h, i), wide.data(), width);
       at::vec::convert(row<T>(dact_RF, i), grad.data(), n);
       Activation::forward(wide.data(), act.data(), n);
       if (real) dshare[choice] = dot(act.data(), grad.data(), n);
-      multiply(act.data(), n, share[choice]);
-      multiply(grad.data(), n, share[choice]);
+      multiply(act.data(), n, weight);
+      multiply(grad.data(), n, weight);
       Activation::backward(wide.data(), grad.data(), dh.data(), n);
       at::vec::convert(act.data(), mutable_row<T>(act_RF, i), n);
       at::vec::convert(dh.data(), mutable_row<T>(dh_RF, i), width);

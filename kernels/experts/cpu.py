@@ -54,7 +54,7 @@ def _(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF
 @_experts_backward_op.register_fake
 def _(dy_TD: Tensor, h_RF: Tensor, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor,
       activation: str, keep_hidden: bool, needs_up: bool, needs_down: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return torch.empty_like(x_TD), torch.empty_like(weights_TK), _gradient(up_EFD, needs_up), _gradient(down_EDF, needs_down)
+    return torch.empty_like(x_TD), weights_TK.new_empty(weights_TK.shape), _gradient(up_EFD, needs_up), _gradient(down_EDF, needs_down)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -447,11 +447,26 @@ def test_compiles_whole_and_once_for_any_boundaries(implementation):
             assert_close(results(rows, probe, lengths, padding, torch.float32, function=compiled), expected, 1e-6)
 
 
+def test_one_thread_gives_the_same_bits():
+    """Documents that share keys add to their gradients one after the other, though threads begin with the longest."""
+    lengths, keys = [20, 30, 40, 50, 60, 70, 80, 90], [*[(0, 100)] * 4, *[(100, 190)] * 4]
+    rows, probe = inputs(sum(lengths), keys=190), probes(sum(lengths))
+    found, before = [], torch.get_num_threads()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        found.append(results(rows, probe, lengths, 0, torch.float32, keys=keys, implementation="blocks"))
+    torch.set_num_threads(before)
+    assert all(torch.equal(found[0][name], found[1][name]) for name in NAMES)
+
+
 @pytest.mark.parametrize("bounds, keys, message", [
     ([0, 5, 9], None, "document 1 has rows 5 to 9 and keys 5 to 9, of 8 and 8"), ([0, 5, 3], None, "document 1 has rows 5 to 3"),
-    ([0, 8], [[0], [9]], "document 0 has rows 0 to 8 and keys 0 to 9, of 8 and 8"), ([0, 8], [[-1], [8]], "keys -1 to 8")])
-def test_rows_and_keys_that_are_not_there_are_refused(bounds, keys, message):
-    """Not read beyond their end."""
+    ([0, 8], [[0], [9]], "document 0 has rows 0 to 8 and keys 0 to 9, of 8 and 8"), ([0, 8], [[-1], [8]], "keys -1 to 8"),
+    ([0, 8], [[5], [2]], "keys 5 to 2"), ([0, 4, 8], [[0], [8]], r"^keys \[2, 1\] are not a range for each of 2 documents"),
+    ([0, 2, 4, 8], [[2, 4, 0], [4, 8, 8]], "^document 2 starts or ends before the keys of the one before it"),
+    ([0, 4, 8], [[2, 2], [8, 4]], "^document 1 starts or ends before the keys of the one before it")])
+def test_rows_and_keys_that_are_not_there_or_out_of_order_are_refused(bounds, keys, message):
+    """Not read beyond their end, nor added up by two threads at a time."""
     q, k, v = inputs(8)
     keys_2U = None if keys is None else torch.tensor(keys)
     with pytest.raises(ValueError, match=message):
@@ -459,3 +474,15 @@ def test_rows_and_keys_that_are_not_there_are_refused(bounds, keys, message):
     with pytest.raises(ValueError, match=r"^q \[8, 4, 8\], k \[8, 3, 8\] and v \[8, 3, 8\] do not fit one another"):
         attention(q, k[:, :1].expand(-1, 3, -1), v[:, :1].expand(-1, 3, -1), torch.tensor([0, 8]), segments_T=torch.zeros(8),
                   implementation="blocks")
+
+
+def test_sizes_that_do_not_fit_are_refused():
+    q, k, v = inputs(8)
+    bounds, segments = torch.tensor([0, 8]), torch.zeros(8, dtype=torch.int32)
+    for window in (0, -3):
+        with pytest.raises(ValueError, match=f"^a window of {window} holds no key"):
+            attention(q, k, v, bounds, segments_T=segments, window=window, causal=False, implementation="blocks")
+    out, lse = attention(q, k, v, bounds, segments_T=segments, implementation="blocks")
+    for dout, logs in ((out[:7], lse), (out, lse[:, :7]), (out, lse[:3])):
+        with pytest.raises(ValueError, match=r"^q \[8, 4, 8\] gave no result \["):
+            attention_backward(dout, q, k, v, dout, logs, bounds, segments_T=segments, implementation="blocks")

@@ -147,6 +147,18 @@ def test_a_token_outside_spoils_nothing(implementation):
     assert all(torch.equal(got[name], clean[name]) for name in NAMES)
 
 
+def test_the_weight_of_a_token_outside_spoils_nothing():
+    """Nor does that of the first choice stand for what padding rows have."""
+    ids = routing("random")
+    ids[0] = E
+    arguments = inputs(ids)
+    probe = torch.randn_like(arguments[0])
+    clean = results(experts, arguments, probe, torch.float32, activation="relu2", implementation="cpu")
+    arguments[2][0] = float("nan")
+    got = results(experts, arguments, probe, torch.float32, activation="relu2", implementation="cpu")
+    assert all(torch.equal(got[name], clean[name]) for name in NAMES)
+
+
 @pytest.mark.parametrize("implementation", FAST)
 def test_slices_of_the_experts_sum_to_the_whole(implementation):
     """Each rank of an expert-parallel group subtracts its first expert and skips what falls outside."""
@@ -202,6 +214,16 @@ def test_frozen_weights_get_no_product_and_change_no_other_gradient(monkeypatch,
     assert products == (4 - len(frozen)) * len(ids.unique())  # of each expert with tokens
 
 
+def test_rows_of_an_expert_are_padded():
+    """oneDNN keeps kernels for few shapes."""
+    arguments = inputs(routing("random"))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        results(experts, arguments, arguments[0], torch.float64, activation="relu2", implementation="cpu")
+    sizes = {size for event in profile.events() if event.name == "aten::mm" for shape in event.input_shapes[:2] for size in shape}
+    assert sizes - {D, FFN}
+    assert all(size % cpu.ROWS == 0 for size in sizes - {D, FFN})
+
+
 def test_sizes_that_do_not_fit_are_refused():
     """Not read beyond their end."""
     x, ids, weights, up, down = inputs(routing("random"))
@@ -238,6 +260,9 @@ def test_operators_pass_opcheck():
     torch.library.opcheck(cpu._experts_op, (leaves[0], ids, *leaves[1:], "relu2", True),
                           test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
     torch.library.opcheck(cpu._experts_op, (leaves[0], ids, *leaves[1:], "relu2", False), test_utils=("test_schema", "test_faketensor"))
+    x, weights, up, down = (t.detach() for t in leaves)
+    arguments = x, x.new_empty(0, FFN), x, ids, weights.t().contiguous().t(), up, down, "relu2", False, True, False
+    torch.library.opcheck(cpu._experts_backward_op, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("implementation", ["cpu", "grouped_mm"])

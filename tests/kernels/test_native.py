@@ -1,6 +1,7 @@
 """Operators in C++: compiled once, again when their source changes; what is missing or wrong is named."""
 
 import ctypes
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,3 +45,16 @@ def test_what_the_compiler_says_is_shown_and_nothing_is_kept(tmp_path: Path) -> 
     with pytest.raises(RuntimeError, match="(?s)wrong.cpp.* failed:.*nonsense"):
         native.operators(source)
     assert not list((tmp_path / "reedling").glob("*.so"))
+
+
+def test_processes_compile_into_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler of a process that was killed goes on, without the lock, while another process compiles."""
+    compiler, log = tmp_path / "compiler", tmp_path / "log"
+    compiler.write_text(f'#!/bin/sh\nfor last; do :; done\necho "$last" >> {log}\nexit 1\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    for pid in (7, 8):
+        monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)
+        with pytest.raises(RuntimeError, match="failed"):
+            native.operators(native.HEADER)
+    assert len(set(log.read_text().split())) == 2
