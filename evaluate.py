@@ -7,6 +7,7 @@
 
 import functools
 import json
+import math
 import sys
 import time
 from collections.abc import Iterable
@@ -75,7 +76,7 @@ def configure(asked: EvaluateConfig, stored: dict[str, Any], command: list[str])
                                  "was trained with an encoder")
     cfg.parallel = replace(cfg.parallel, dp_replicate=1, cp=1, tp=1)  # copies serve gradients; decoding splits requests, not rows
     if launch.world() % (cfg.parallel.pp * cfg.parallel.ep):
-        cfg.parallel = replace(cfg.parallel, pp=1, pp_chunks=1, pp_layers=[])
+        cfg.parallel = replace(cfg.parallel, pp=1, pp_chunks=1, pp_layers=[], ep=math.gcd(launch.world(), cfg.parallel.ep))
     asked_for = {key: getattr(asked, key) for key in GENERATION if getattr(asked, key) is not None}
     cfg.generation = replace(cfg.generation, **asked_for)
     if asked.manifest is not None:

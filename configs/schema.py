@@ -121,7 +121,7 @@ class LoraConfig:
     start: str | None = None  # folder that peft has saved for model.pretrained, to start from; its settings replace those below
     rank: int = 0  # inner width of an update; 0: no LoRA
     ranks: dict[str, int] = field(default_factory=dict)  # other ranks: regular expression at the start of a path -> rank
-    alpha: float = 16.0  # an update is multiplied by alpha / rank
+    alpha: float = 16.0  # an update is multiplied by alpha / rank; as in peft it does not follow the rank: set both
     rslora: bool = False  # by alpha / sqrt(rank) instead
     dora: bool = False  # learn the length of each row of an updated matrix too
     dropout: float = 0.0  # share of an update's inputs that is dropped in training
@@ -175,7 +175,7 @@ class DataConfig:
     on_bad_text: str = "fail"  # fail | skip: empty or non-string text
     on_too_long: str = "fail"  # fail | skip: an utterance that fits in no row
     max_skipped: float = 0.001  # share of skipped utterances above which the run stops
-    workers: int = 1  # data worker processes a rank
+    workers: int = 1  # data worker processes a rank; never more than processors
     timeout_sec: int = 120  # longest wait for a batch
     curriculum_steps: int = 0  # digits: string length grows from 1 to its maximum over these steps
     min_words: int = 3  # digits: shortest string
@@ -231,10 +231,10 @@ class TrainConfig:
     activation_checkpointing_encoder: str = "none"  # the same for the encoder
     ctc_weight: float = 0.0  # weight of the auxiliary CTC loss on the encoder; 0: no CTC head
     log_every: int = 10  # steps between log lines
-    validate_every: int = 1000  # steps between validations; 0: never
-    decode_every: int = 0  # steps between greedy decoding of the validation sets; 0: only at the end
+    validate_every: int = 1000  # steps between validations, the last step is one too; 0: never
+    decode_every: int = 0  # steps between decodings of the validation sets, the last step is one too; 0: only that
     decode_at_start: bool = False  # decode before the first step too
-    checkpoint_every: int = 1000  # steps between checkpoints; 0: only at the end
+    checkpoint_every: int = 1000  # steps between checkpoints, the last step is one too; 0: only that
     keep_checkpoints: int = 2  # newest checkpoints kept besides the best
     resume: str = "auto"  # auto (newest in run_dir; a finished run is set aside) | never (sets all aside) | path of a checkpoint or run
 

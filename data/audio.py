@@ -16,7 +16,7 @@ from model.lengths import HOP_SAMPLES
 _ROUNDING_SEC = 0.025  # manifests round durations: what is missing within this is filled with zeros, more is a truncated file
 _CANCELLED = 1e-4  # power of the mean over power of the channels below which they cancel each other
 
-Fault = Callable[[str], UtteranceError]
+Fault = Callable[..., UtteranceError]  # of a message and, for whoever can follow it, what to set
 
 
 def count_samples(duration_sec: float, sample_rate: int) -> int:
@@ -27,8 +27,8 @@ def count_samples(duration_sec: float, sample_rate: int) -> int:
 def read_audio(utterance: Utterance, sample_rate: int, channels: str) -> np.ndarray:
     """float32 [count_samples(duration, sample_rate)] of an utterance; raises UtteranceError with file and id for any fault."""
 
-    def fault(message: str) -> UtteranceError:
-        return utterance.fault("bad_audio", message)
+    def fault(message: str, remedy: str = "") -> UtteranceError:
+        return utterance.fault("bad_audio", f"{message}; {remedy}" if remedy and not utterance.alone else message)
 
     samples = count_samples(utterance.duration_sec, sample_rate)
     if samples < HOP_SAMPLES:
@@ -46,7 +46,7 @@ def whole_file(path: str | Path) -> Utterance:
         duration = soundfile.info(str(path)).duration
     except (soundfile.SoundFileError, OSError) as error:
         raise DataError(f"{path} cannot be read as audio ({_reason(str(path), error)})") from error
-    return Utterance(Path(path).stem, str(path), "", duration, Segment(str(path), 0.0, duration))
+    return Utterance(Path(path).stem, str(path), "", duration, Segment(str(path), 0.0, duration), alone=True)
 
 
 def resample(audio: np.ndarray, rate: int, to_rate: int) -> np.ndarray:
@@ -104,10 +104,10 @@ def _one_channel(audio: np.ndarray, channels: str, fault: Fault) -> np.ndarray:
     if count == 1 or channels == "first":
         return audio[:, 0]
     if channels == "error":
-        raise fault(f"audio has {count} channels; set data.channels to mean or first")
+        raise fault(f"audio has {count} channels and one is wanted", "set data.channels to mean or first")
     mean = audio.mean(axis=1)
     if np.square(mean).mean() < _CANCELLED * np.square(audio).mean():
-        raise fault(f"the mean of the {count} channels cancels to silence; set data.channels to first")
+        raise fault(f"the mean of the {count} channels cancels to silence", "set data.channels to first")
     return mean
 
 

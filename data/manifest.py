@@ -43,9 +43,12 @@ class Utterance:
     audio: Any  # Segment, or a Lhotse cut
     lang: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)  # keys of the line that mean nothing here
+    alone: bool = False  # a file that is all there is, and its own place
 
     def fault(self, reason: str, message: str) -> UtteranceError:
         """A fault of this utterance, with its place."""
+        if self.alone:
+            return UtteranceError(reason, message if message.startswith(self.where) else f"{self.where}: {message}", alone=True)
         return UtteranceError(reason, f"{self.where}: {message} (utterance {self.id})")
 
 

@@ -2,6 +2,7 @@
 
 import atexit
 import multiprocessing
+import os
 import random
 import signal
 from collections import deque
@@ -78,9 +79,10 @@ def run_plans(plans: Iterable[Plan], cfg: DataConfig, seeds: tuple[int, int, int
             awaited.append(", ".join(item.id for item in plan.items[:3]) + (", ..." if len(plan.items) > 3 else ""))
             yield plan
 
+    workers = min(cfg.workers, len(os.sched_getaffinity(0)))  # more would wait for each other
     rows = iter(DataLoader(
-        Rows(cfg), sampler=issued(), batch_size=None, collate_fn=_same, num_workers=cfg.workers, worker_init_fn=WorkerSetup(seeds),
-        timeout=cfg.timeout_sec if cfg.workers else 0, generator=torch.Generator(), pin_memory=torch.cuda.is_available()))
+        Rows(cfg), sampler=issued(), batch_size=None, collate_fn=_same, num_workers=workers, worker_init_fn=WorkerSetup(seeds),
+        timeout=cfg.timeout_sec if workers else 0, generator=torch.Generator(), pin_memory=torch.cuda.is_available()))
     while (made := _next(rows, awaited)) is not None:
         if isinstance(made, DataError):
             del rows  # ends the workers before the error travels on

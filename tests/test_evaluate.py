@@ -105,13 +105,14 @@ def test_one_file_of_any_length(run: Path, tmp_path: Path, evaluated: Callable[.
     assert len(printed["text"]) > 3 * 5  # at least four pieces of five characters
 
 
-@pytest.mark.parametrize(("world", "stages"), [(1, 1), (2, 1), (4, 2), (8, 2)])
-def test_stages_of_the_training_stay_where_there_are_processes_for_them(run: Path, world: int, stages: int,
-                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("world", "stages", "experts"), [(1, 1, 1), (2, 1, 2), (3, 1, 1), (4, 2, 2), (8, 2, 2)])
+def test_a_run_is_evaluated_on_any_number_of_processes(run: Path, world: int, stages: int, experts: int,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages and the split of experts stay where there are processes for them."""
     cfg, _ = config.load([*SMALL, "parallel.pp=2", "parallel.pp_layers=[1,1]", "model.decoder.pattern=ME", "parallel.ep=2"])
     monkeypatch.setattr(evaluate.launch, "world", lambda: world)
-    monkeypatch.setattr(evaluate.launch, "refuse", lambda problems: None)  # of one process that ep is 2
-    assert evaluate.configure(evaluate.EvaluateConfig(checkpoint=str(run)), to_dict(cfg), []).parallel.pp == stages
+    found = evaluate.configure(evaluate.EvaluateConfig(checkpoint=str(run)), to_dict(cfg), []).parallel
+    assert (found.pp, found.ep) == (stages, experts)
 
 
 def test_a_refusal_is_the_last_that_torchrun_says(tmp_path: Path) -> None:

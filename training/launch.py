@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from data.errors import DataError
 from data.sources import training_source, validation_names, validation_source
 from data.tokenizer import load_tokenizer
 from kernels.linear import libraries, use_libraries
-from model import params, speech_lm
+from model import lora, params, speech_lm
 from model.lengths import FRAME_SEC
 from model.stages import own_spec, own_stages, stages, waiting
 from parallel import deepep, sharding
@@ -223,7 +224,7 @@ def summary(cfg: Config, mesh: Mesh) -> RunSummary:
         mesh={axis: getattr(mesh.sizes, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")},
         layout=layout(mesh) | pipeline(cfg),
         parameters_total=total, parameters_trainable=sum(math.prod(p.shape) for p in leaves if p.trained),
-        parameters_active=total - routed + routed * decoder.top_k // decoder.n_experts,
+        parameters_active=total - routed + routed * decoder.top_k // decoder.n_experts, adapters=adapters(cfg),
         tokens_per_step=row.tokens * rows_a_step, audio_sec_per_step=row.audio_frames * FRAME_SEC * rows_a_step,
         memory_bytes=memory(cfg, mesh), tensorboard_dir=Path(cfg.run_dir) / EVENTS_DIR,
         checkpoint_dir=Path(cfg.run_dir) / "checkpoints")
@@ -241,6 +242,17 @@ def layout(mesh: Mesh) -> dict[str, str]:
     if n.cp > 1:
         named["slots of a row"] = f"cp {n.cp}"
     return named
+
+
+def adapters(cfg: Config) -> str:
+    """Which ranks updates have, how many, and by what they are multiplied; empty without LoRA."""
+    given = cfg.model.lora
+    if not given.rank:
+        return ""
+    ranks = Counter(lora.rank_of(path, given) for path in lora.targets(speech_lm.model_spec(cfg.model), given.targets))
+    root = "√" if given.rslora else ""
+    return ", ".join(f"{count} of rank {rank}, times {lora.scale(rank, given):.3g} (alpha {given.alpha:g} / {root}{rank})"
+                     for rank, count in sorted(ranks.items()))
 
 
 def pipeline(cfg: Config) -> dict[str, str]:

@@ -211,7 +211,7 @@ class Run:
             self.save()
 
     def _finish(self) -> None:
-        if not self._due(self.cfg.train.validate_every):
+        if self.cfg.train.validate_every and not self._due(self.cfg.train.validate_every):
             self.validate()
         if self.state.step not in self.outcome.wer:
             self.decode()

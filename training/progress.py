@@ -22,6 +22,7 @@ class RunSummary:
     parameters_total: int
     parameters_active: int  # that one token meets
     parameters_trainable: int
+    adapters: str  # low-rank updates; empty: none
     tokens_per_step: int  # slots of all rows of a global batch
     audio_sec_per_step: float  # that the audio rows of a global batch hold at most
     memory_bytes: Mapping[str, int]  # expected on each rank, by use: weights, gradients, moments, ...
@@ -39,6 +40,7 @@ def banner(run: RunSummary) -> str:
         "layout": ", ".join(f"{axis} over {where}" for axis, where in run.layout.items()) or "nothing is split",
         "parameters": f"{short(run.parameters_total)} total, {short(run.parameters_active)} active a token, "
                       f"{short(run.parameters_trainable)} trainable",
+        **({"adapters": run.adapters} if run.adapters else {}),
         "a step": f"{run.tokens_per_step:,} tokens, up to {run.audio_sec_per_step:,.0f} s of audio",
         "memory": f"{sum(run.memory_bytes.values()) / 1e9:.2f} GB expected a rank: "
                   + ", ".join(f"{use} {size}" for use, size in gigabytes.items()),

@@ -1,5 +1,6 @@
 """Training in a few lines of Python: what the command line does, a call at a time. docs/checkpoints.md has an example."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +66,7 @@ def start(overrides: Sequence[str]) -> tuple[Session, State]:
     :raises ConfigError: with a sentence for everything that cannot run
     """
     cfg, problems = config.load(overrides)
-    problems += validate(cfg, launch.environment("train.py"))
+    problems += validate(cfg, launch.environment(*sys.argv))
     if problems:
         raise ConfigError("; ".join(problems))
     device = launch.pick_device()

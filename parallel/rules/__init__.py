@@ -15,8 +15,12 @@ class Environment:
     """What a rule may know besides the configuration."""
 
     world: int = 1  # processes
-    command: str = "train.py"  # as typed, without the launcher
+    command: str = "train.py"  # as typed, without the launcher; empty where nothing runs and the number is an argument
     deep_ep: bool = False  # whether the package is installed beside a GPU
+
+    def start(self, processes: int) -> str:
+        """What to do for another number of processes."""
+        return f"type torchrun --nproc_per_node={processes} {self.command}" if self.command else f"give world={processes}"
 
 
 Check = Callable[[Config, Environment], Iterator[str]]

@@ -24,7 +24,7 @@ def processes(cfg: Config, environment: Environment) -> Iterator[str]:
         if world % needed:
             verb, named = "is" if world == 1 else "are", " and ".join(f"parallel.{key}={size}" for key, size in keys.items() if size > 1)
             yield (f"{named} needs a number of processes that is a multiple of {needed}, and there {verb} {world}; "
-                   f"type torchrun --nproc_per_node={math.ceil(world / needed) * needed} {environment.command}")
+                   f"{environment.start(math.ceil(world / needed) * needed)}")
     dp = world // (p.pp * p.cp * p.tp)
     if not world % (p.pp * p.cp * p.tp) and dp % p.dp_replicate:
         yield f"parallel.dp_replicate={p.dp_replicate} does not divide the {dp} data-parallel ranks; choose a divisor of {dp}"

@@ -26,6 +26,7 @@ from training.step import offload_of
 
 NEEDED_BY_RUNS_ALONE = ("data.manifest", "data.tokenizer", "run_dir")
 TRIED = 8  # layouts that a search simulates
+PICTURES = (".png", ".pdf", ".svg")
 PROCESSES = 8  # at most, of a search
 POLICIES = ("none", "selective", "full")  # of activation checkpointing, the fastest first
 CHOSEN = (*(f"parallel.{key}" for key in ("zero_stage", "dp_replicate", "pp", "cp", "tp", "ep", "ep_dispatch")), "train.accumulate",
@@ -40,7 +41,8 @@ class Refused(ValueError):
 def show_plan(own: Mapping[str, str], overrides: Sequence[str], started: float) -> dict[str, Any]:
     """Plans one configuration and shows it."""
     cfg, world, machine = read(own, overrides)
-    refuse(validate(cfg, Environment(world, f"plan.py {' '.join(overrides)}")))
+    path = picture_path(own)
+    refuse(validate(cfg, Environment(world, command="")))
     plan = planner.plan(cfg, world, machine, *routing(own, cfg))
     show("memory of a rank (GiB)" if cfg.parallel.pp == 1 else "memory of the fullest rank (GiB)", memory(plan))
     show("communication", planner.communication(plan))
@@ -51,7 +53,6 @@ def show_plan(own: Mapping[str, str], overrides: Sequence[str], started: float) 
         buffers = {name: size / GIB for name, size in planner.expert_buffers(plan).items()}
         show("experts", [{"fullest rank over the mean": plan.load.imbalance, "kept pre-activations GiB": buffers["kept"],
                           "static bound GiB": buffers["bound"], "expected GiB": buffers["expected"]}])
-    path = Path(own.get("picture", "runs/plan.png"))
     picture(plan, path)
     print(f"wrote {path}")
     return planner.figures(plan) | planner.seconds_and_memory(started)
@@ -60,6 +61,7 @@ def show_plan(own: Mapping[str, str], overrides: Sequence[str], started: float) 
 def search(own: Mapping[str, str], overrides: Sequence[str], started: float) -> dict[str, Any]:
     """Simulates the layouts that promise most, and shows them, those that fit first."""
     cfg, world, machine = read(own, overrides)
+    path = picture_path(own)
     imbalance, fill = routing(own, cfg)
     candidates = most_promising(cfg, world, machine)[:TRIED]
     if not candidates:
@@ -71,7 +73,6 @@ def search(own: Mapping[str, str], overrides: Sequence[str], started: float) -> 
         {"layout": f["layout"], "recomputed": f["recomputed"], "fits": f["fits"], "peak GiB": f["peak_gib"],
          "step ms": 1e3 * f["step_seconds"], "tokens/s/GPU": f["tokens_per_second_per_gpu"], "exposed ms": 1e3 * f["exposed_communication"]}
         for f in found])
-    path = Path(own.get("picture", "runs/plan.png"))
     picture_of_layouts(found, machine, path)
     given = (f"{key}={value}" for key, value in own.items() if key != "picture")
     print(f"wrote {path}; the first layout alone: {shlex.join(['python', 'plan.py', *overrides, *given, *found[0]['overrides'].split()])}")
@@ -127,6 +128,18 @@ def read(own: Mapping[str, str], overrides: Sequence[str]) -> tuple[Config, int,
     p, machine = cfg.parallel, MACHINES[name]
     fewest = p.pp * math.lcm(p.cp * p.tp * p.dp_replicate, p.ep)
     return cfg, int(own.get("world", fewest if fewest < machine.node else math.lcm(fewest, machine.node))), machine
+
+
+def picture_path(own: Mapping[str, str]) -> Path:
+    """Where the picture goes, in a folder that there is from now on."""
+    path = Path(own.get("picture", "runs/plan.png"))
+    if path.suffix not in PICTURES:
+        raise Refused(f"picture={path} is no kind of picture; let its name end in one of {', '.join(PICTURES)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Refused(f"picture={path} cannot be written ({error.strerror}); choose another place") from error
+    return path
 
 
 def routing(own: Mapping[str, str], cfg: Config) -> tuple[float | None, float]:
@@ -240,6 +253,5 @@ def bars(path: Path, title: str, panels: Mapping[str, Mapping[str, float]]) -> N
         axes.set_title(name)
     figure.suptitle(title)
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)

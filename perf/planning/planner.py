@@ -155,7 +155,7 @@ def layouts(cfg: Config, world: int) -> Iterator[Config]:
         changed = copy.deepcopy(cfg)
         changed.parallel = replace(cfg.parallel, pp=pp, tp=tp, cp=cp, ep=ep, dp_replicate=copies, zero_stage=stage, ep_dispatch=dispatch)
         changed.train.accumulate *= pp
-        if not validate(changed, Environment(world, "plan.py")):
+        if not validate(changed, Environment(world, command="")):
             yield changed
 
 

@@ -140,7 +140,7 @@ def test_channel_policies(tmp_path):
     path = write_audio(tmp_path / "a.wav", audio, subtype="FLOAT")
     assert np.allclose(read_audio(utterance(path, 1.0), RATE, "mean"), audio.mean(1), atol=1e-7)
     assert np.array_equal(read_audio(utterance(path, 1.0), RATE, "first"), audio[:, 0])
-    with pytest.raises(UtteranceError, match=r"audio has 6 channels; set data\.channels to mean or first"):
+    with pytest.raises(UtteranceError, match=r"audio has 6 channels and one is wanted; set data\.channels to mean or first"):
         read_audio(utterance(path, 1.0), RATE, "error")
 
 

@@ -1,5 +1,6 @@
 import itertools
 import json
+import re
 from collections import Counter
 from typing import Any
 
@@ -243,6 +244,22 @@ def test_one_file_that_is_no_audio(tmp_path):
     (tmp_path / "y.wav").write_text("no audio")
     with pytest.raises(DataError, match=r"y\.wav cannot be read as audio"):
         file_batches(config(), tmp_path / "y.wav", 0, 1)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("damage", "settings", "words"), [
+    ("half", {}, "{path} cannot be read"), ("half", {"on_bad_audio": "skip", "max_skipped": 1.0}, "{path} cannot be read"),
+    ("stereo", {"channels": "error"}, "{path}: audio has 2 channels and one is wanted$")])
+def test_a_fault_of_one_file_is_about_the_file_alone(tmp_path, damage, settings, words, workers):
+    """Nothing is left that could be transcribed without it, and nobody who names a file has set how to read a manifest."""
+    path = write_audio(tmp_path / "x.flac", noise(RATE))
+    if damage == "half":
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    else:
+        write_audio(path, noise(RATE, channels=2))
+    with pytest.raises(DataError, match="^" + words.format(path=re.escape(str(path)))) as error:
+        list(file_batches(config(workers=workers, **settings), path, 0, 1))
+    assert not re.search(r"data\.|utterance", str(error.value))
 
 
 def test_long_audio_is_cut_at_quiet_moments_and_nothing_is_lost(tmp_path):

@@ -247,11 +247,13 @@ def test_a_search_lists_what_fits_and_is_fastest_first(capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize(("own", "sentence"), [
     ({"gpu": "h800"}, "gpu=h800 is unknown; choose one of h100"),
-    ({"world": "12"}, "parallel.ep=8 needs a number of processes that is a multiple of 8"),
+    ({"world": "12"}, "parallel.ep=8 needs a number of processes that is a multiple of 8, and there are 12; give world=16"),
     ({"row": "long"}, "row=long is no number of tokens"),
     ({"imbalance": "much"}, "imbalance=much is no number from 1.0 to 8.0"),
     ({"imbalance": "9"}, "imbalance=9 is no number from 1.0 to 8.0"),
     ({"fill": "0"}, "fill=0 is no number from 0.01 to 1.0"),
+    ({"picture": "plan.txt"}, "picture=plan.txt is no kind of picture; let its name end in one of .png, .pdf, .svg"),
+    ({"picture": "/proc/nowhere/plan.png"}, "picture=/proc/nowhere/plan.png cannot be written (No such file or directory)"),
 ])
 def test_what_cannot_be_planned_is_one_sentence(own: dict[str, str], sentence: str) -> None:
     with pytest.raises(command.Refused) as refused:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -36,3 +37,33 @@ def test_activations_stay_for_backward_alone(training: bool) -> None:
         x = run(key, layer, x)
     assert x.requires_grad
     assert [not storage.expired() for storage in saved] == [training] * 3
+
+
+def test_two_layer_norms_learn_in_16_bits_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused side by side, the loops of their backward read sums that they have not written, where columns are contiguous."""
+    start_processes(torch.device("cpu"))
+    width, rows, guards, name = 64, 256, torch._C._dynamo.guards, "_empty_strided_cpu"
+    allocate = getattr(guards, name)
+
+    def poisoned(*args: Any) -> Tensor:
+        return allocate(*args).fill_(float("nan"))
+
+    def layer(w: dict[str, Tensor], x: Tensor, ctx: Any) -> Tensor:
+        for norm, matrix in ((w["first"], w["a"]), (w["second"], w["b"])):
+            x = x + F.linear(F.layer_norm(x.float(), (width,), norm.float()).to(x.dtype), matrix)
+        return x
+
+    spec = {"layer": {name: P((width,), ("embed",), "ones") if name in ("first", "second") else P((width, width), ("ffn", "embed"), std=0.1)
+                      for name in ("first", "second", "a", "b")}}
+    leaves = {name: t.bfloat16().float().requires_grad_() for name, t in params.named_leaves(params.init(spec, 0))}
+    x, gradient = (torch.randn(width, rows).bfloat16().float().t() for _ in range(2))
+    wanted = [x.requires_grad_(), *leaves.values()]
+    expected = torch.autograd.grad(layer({name.removeprefix("layer."): t for name, t in leaves.items()}, x, None), wanted, gradient)
+    monkeypatch.setattr(guards, name, poisoned)
+    with torch._inductor.config.patch({"cpp.max_horizontal_fusion_size": 16}):
+        mesh = make_mesh(ParallelConfig(), torch.device("cpu"))
+        engine = Engine(spec, [("layer",)], mesh, torch.bfloat16, Reshard(), CompileConfig())
+        run = Pass(engine, leaves, SimpleNamespace(training=True))
+        found = torch.autograd.grad(run(("layer",), layer, x.bfloat16()), wanted, gradient.bfloat16())
+    for name, e, f in zip(("x", *leaves), expected, found, strict=True):
+        assert torch.linalg.vector_norm(f - e) <= 0.01 * torch.linalg.vector_norm(e), name

@@ -188,6 +188,16 @@ def test_the_banner_says_how_the_stages_wait_and_what_would_help() -> None:
     assert launch.pipeline(cfg) == {}
 
 
+def test_the_banner_says_by_what_updates_are_multiplied() -> None:
+    keys = ["+experiment=digits", "model.decoder.pattern=M*-"]
+    assert launch.adapters(config.load(keys)[0]) == ""
+    keys += ["model.lora.rank=64", r"model.lora.targets=['decoder\.layers\.1\.[qkv]\.','decoder\.layers\.2\.']"]
+    assert launch.adapters(config.load(keys)[0]) == "5 of rank 64, times 0.25 (alpha 16 / 64)"
+    cfg, _ = config.load([*keys, "model.lora.alpha=10", "model.lora.rslora=true"])
+    cfg.model.lora.ranks = {r"decoder\.layers\.1\.q": 4}
+    assert launch.adapters(cfg) == "1 of rank 4, times 5 (alpha 10 / √4), 4 of rank 64, times 1.25 (alpha 10 / √64)"
+
+
 def test_shown_configuration_has_the_sizes_of_a_published_folder(tmp_path: Path) -> None:
     written("qwen3", tmp_path)
     shown = launch.show(["+experiment=canary_qwen_lora", f"model.pretrained={tmp_path}", "--cfg", "job", "model.decoder.init_std=0.5"])

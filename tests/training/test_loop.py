@@ -65,6 +65,40 @@ def test_the_best_checkpoint_has_the_lowest_validation_loss(tmp_path: Path, monk
     assert marked == [("step_00000001", 4.0), ("step_00000002", 3.0), ("step_00000004", 2.5)]
 
 
+@pytest.mark.parametrize(("every", "validated", "decoded", "saved"), [
+    (0, [], [5], [5]), (2, [2, 4, 5], [2, 4, 5], [2, 4, 5]), (5, [5], [5], [5])])
+def test_what_a_run_does_between_its_steps_and_at_the_end(every: int, validated: list[int], decoded: list[int], saved: list[int],
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every so many steps and the last one; with 0 at the last one alone, but a validation never."""
+    run = Run.__new__(Run)
+    run.cfg, _ = config.load(["+experiment=digits", "train.steps=5", "train.log_every=0", "train.decode_at_start=false",
+                              *(f"train.{key}={every}" for key in ("validate_every", "decode_every", "checkpoint_every"))])
+    run.state, run.saved_step, run.outcome = State(0, {}, {}, {}, {}), 0, loop.Outcome()
+    run.telemetry = SimpleNamespace(note=lambda text: None)  # type: ignore[assignment]
+    run.interruption = SimpleNamespace(agreed=lambda: False)  # type: ignore[assignment]
+    steps: dict[str, list[int]] = {"validate": [], "decode": [], "save": []}
+
+    def advance() -> dict[str, torch.Tensor]:
+        run.state = replace(run.state, step=run.state.step + 1)
+        return {"loss_lm": torch.zeros(())}
+
+    def decode() -> None:
+        steps["decode"].append(run.state.step)
+        run.outcome.wer[run.state.step] = {}
+
+    def save() -> Path:
+        steps["save"].append(run.state.step)
+        run.saved_step = run.state.step
+        return Path()
+
+    others = {"warm_up": lambda: None, "advance": advance, "decode": decode, "save": save,
+              "validate": lambda: steps["validate"].append(run.state.step)}
+    for name, function in others.items():
+        monkeypatch.setattr(run, name, function, raising=False)
+    run.train()
+    assert list(steps.values()) == [validated, decoded, saved]
+
+
 def test_every_rank_resumes_from_its_own_position(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of dp 2 x cp 2 ranks, of which pairs share their rows."""
     cfg, _ = config.load(["+experiment=digits", "train.resume=here", "train.steps=20"])

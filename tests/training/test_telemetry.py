@@ -195,7 +195,7 @@ def test_banner_says_what_the_run_is(tmp_path: Path) -> None:
     run = RunSummary(
         run_dir=tmp_path, device="cuda", precision="bf16", mesh={"dp_replicate": 2, "dp_shard": 4},
         layout={"experts": "ep", "embed": "dp_shard"}, parameters_total=31_600_000_000, parameters_active=3_600_000_000,
-        parameters_trainable=1_200_000, tokens_per_step=65536, audio_sec_per_step=3276.8,
+        parameters_trainable=1_200_000, adapters="3 of rank 8", tokens_per_step=65536, audio_sec_per_step=3276.8,
         memory_bytes={"weights": 4_000_000_000, "moments": 8_250_000_000},
         tensorboard_dir=tmp_path / "tensorboard", checkpoint_dir=tmp_path / "checkpoints",
     )
@@ -206,6 +206,7 @@ def test_banner_says_what_the_run_is(tmp_path: Path) -> None:
         "mesh": "dp_replicate 2 × dp_shard 4",
         "layout": "experts over ep, embed over dp_shard",
         "parameters": "31.6 B total, 3.6 B active a token, 1.2 M trainable",
+        "adapters": "3 of rank 8",
         "a_step": "65,536 tokens, up to 3,277 s of audio",
         "memory": "12.25 GB expected a rank: weights 4.00, moments 8.25",
         "logs": f"tensorboard --logdir {tmp_path}/tensorboard",

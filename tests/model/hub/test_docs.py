@@ -47,6 +47,12 @@ def test_example_trains_and_exports_on_two_processes(tmp_path):
     assert (tmp_path / "out" / "tokenizer.json").exists()
 
 
+def test_a_wrong_number_of_processes_is_told_with_the_users_own_script(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["mine.py", "--fast"])
+    with pytest.raises(config.ConfigError, match=r"parallel.tp=2 needs .*; type torchrun --nproc_per_node=2 mine.py --fast;"):
+        start(["+experiment=digits", "parallel.tp=2"])
+
+
 def test_every_family_is_named():
     table = DOCS.read_text().partition("## Families")[2].partition("##")[0]
     served = set(re.findall(r"^\| ([\w/, ]+) \|", table, re.MULTILINE))
