@@ -257,6 +257,7 @@ class CompileConfig:
     enabled: bool = True  # false runs everything eagerly
     generation: bool = False  # compile the steps of generation too: worth it on a GPU
     scope: str = "layer"  # layer (each kind compiled once) | step (forward and backward one graph each)
+    cuda_graph: bool = False  # a GPU records a step once for each shape of its rows, and then repeats it without the host
 
     @property
     def one_graph(self) -> bool:

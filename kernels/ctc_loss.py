@@ -75,7 +75,7 @@ def ctc(label_scores_ULS: Tensor, blank_scores_UL: Tensor, labels_US: Tensor, le
     prefix, suffix = sums.chunk(2, 1)  # [L + 1, U, 2 + N]
 
     last_UN = prefix[lengths_U, utterance]
-    ends_U2 = 2 * label_lengths_U[:, None] + torch.tensor([1, 2], device=lengths_U.device)
+    ends_U2 = 2 * label_lengths_U[:, None] + torch.arange(1, 3, device=lengths_U.device)
     total_U = last_UN.gather(1, ends_U2).logsumexp(1)
     after_LU = (lengths_U - frame).clamp(min=0)
     through_LUN = prefix[1:, :, 2:] + suffix[after_LU[:, :, None], utterance[:, None], 2 + mirror_UN] - emitted_LUN

@@ -22,10 +22,11 @@ def broken(example: Example) -> list[str]:
     """What is said about an example."""
     cfg = copy.deepcopy(SOUND)
     for key, new in example.items():
-        if key not in ("world", "deep_ep"):
+        if key not in ("world", "deep_ep", "gpu"):
             parent, _, name = key.rpartition(".")
             setattr(value(cfg, parent) if parent else cfg, name, new)
-    return validate(cfg, Environment(int(str(example.get("world", 1))), "train.py +experiment=NAME", "deep_ep" in example))
+    world = int(str(example.get("world", 1)))
+    return validate(cfg, Environment(world, "train.py +experiment=NAME", "deep_ep" in example, "gpu" not in example))
 
 
 def main(arguments: list[str]) -> int:

@@ -52,7 +52,7 @@ def environment(*command: str) -> Environment:
 
     :param command: as typed, without the launcher
     """
-    return Environment(world(), " ".join(command), deepep.available())
+    return Environment(world(), " ".join(command), deepep.available(), torch.cuda.is_available())
 
 
 def refuse(sentences: Sequence[str]) -> NoReturn:

@@ -52,16 +52,17 @@ def divide(grads: list[Tensor], divisor: Tensor | None) -> None:
 
 
 def update(params: Mapping[str, Tensor], grads: Mapping[str, Tensor], first: Mapping[str, Tensor], second: Mapping[str, Tensor],
-           step: int, lr: float, cfg: OptimizerConfig, decayed: set[str], divisor: Tensor | None = None) -> None:
+           step: int | Tensor, lr: float | Tensor, cfg: OptimizerConfig, decayed: set[str], divisor: Tensor | None = None) -> None:
     """One AdamW update (Loshchilov & Hutter 2019) of the local shards, in place.
 
     `step` counts from 0; the names in `decayed` get weight decay. It computes in fp32, or wider, whatever the tensors are stored in.
+    On a GPU `step` and `lr` may be fp32 scalars there.
 
     :param divisor: of the gradients, in fp32, for which they need no pass of their own
     """
     for names in _together(params, first, decayed):
         wide = [[widen(tensors[name]) for name in names] for tensors in (params, first, second)]
-        steps = list(torch.full((len(names),), float(step), device=params[names[0]].device).unbind())
+        steps = list((torch.zeros(len(names), device=params[names[0]].device) + step).unbind())
         aligned = [grads[n].contiguous() for n in names]  # the fused kernel walks through memory and ignores strides
         adamw(wide[0], aligned, wide[1], wide[2], [], steps, fused=True, amsgrad=False, beta1=cfg.betas[0], beta2=cfg.betas[1], lr=lr,
               weight_decay=cfg.weight_decay if names[0] in decayed else 0.0, eps=cfg.eps, maximize=False, grad_scale=divisor)

@@ -23,6 +23,7 @@ from parallel.names import offloaded, zero_stage
 from parallel.offload import to_host
 from parallel.pipeline import Stage
 from training import optimizer
+from training.cuda_graph import Recorded
 from training.engine import Engine, Pass
 from training.pipeline import Part, StepWork, Transfers, carry_out, own_tokens, part_gradients
 from training.state import State, init_state
@@ -118,6 +119,12 @@ def moment_dtype(cfg: Config) -> torch.dtype:
 
 def make_gradients(cfg: Config, mesh: Mesh, engine: Engine) -> Callable[[State, Sequence[Batch]], Gradients]:
     """The function that turns a state and a step's micro-batches into the gradient of the global mean loss."""
+    of_rows = _make_gradients(cfg, mesh, engine)
+    return lambda state, batches: of_rows(state, numbered(batches, state.step, mesh))
+
+
+def _make_gradients(cfg: Config, mesh: Mesh, engine: Engine) -> Callable[[State, Sequence[Batch]], Gradients]:
+    """The same, of rows with their numbers."""
     holds, defers = zero_stage(cfg.parallel.zero_stage) in (1, 2), defers_gradients(cfg, mesh)
     every_stage = stages(cfg)
     names = {stage.index: trained_paths(cfg, stage) for stage in own_stages(cfg, mesh.pp_rank)}
@@ -130,9 +137,8 @@ def make_gradients(cfg: Config, mesh: Mesh, engine: Engine) -> Callable[[State, 
     if cfg.compile.one_graph:
         forward = torch.compile(forward, fullgraph=True, dynamic=False, options=scheduled(mesh.device))
 
-    def gradients(state: State, batches: Sequence[Batch]) -> Gradients:
-        leaves, counts, shared = state.leaves(), label_counts(batches, mesh), Shared(holds, defers)
-        rows = numbered(batches, state.step, mesh)
+    def gradients(state: State, rows: Sequence[Batch]) -> Gradients:
+        leaves, counts, shared = state.leaves(), label_counts(rows, mesh), Shared(holds, defers)
 
         def part_of(stage: Stage, row: Batch, x_TD: Tensor | None) -> tuple[Part, dict[str, Tensor]]:
             if cfg.compile.one_graph:
@@ -230,24 +236,31 @@ def make_step(cfg: Config, mesh: Mesh, engine: Engine) -> Callable[[State, Seque
     spec = dict(params.named_leaves(speech_lm.spec(cfg)))
     decayed = {name for name, p in spec.items() if p.decay}
     copies = {name: sharding.place(p, mesh).copies * (2 if name in shared_leaves(cfg) else 1) for name, p in spec.items()}
-    gradients = make_gradients(cfg, mesh, engine)
+    gradients = _make_gradients(cfg, mesh, engine)
 
-    def step(state: State, batches: Sequence[Batch]) -> tuple[State, dict[str, Tensor]]:
-        grads, sums, counts = gradients(state, batches)
+    def work(state: State, rows: Sequence[Batch], step: int | Tensor, lr: float | Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        grads, sums, counts = gradients(state, rows)
         norm = optimizer.global_norm(grads, copies, torch.zeros((), dtype=state_dtype(cfg), device=mesh.device))
         divisor = optimizer.clipping_divisor(norm, cfg.optimizer.clip_norm)
         if state.copies or norm.dtype != torch.float32:  # the memory of the host is slow, and the update takes a divisor in fp32
             optimizer.divide(list(grads.values()), divisor)
             divisor = None
-        lr = optimizer.learning_rate(state.step, cfg.optimizer, cfg.train.steps)
         with torch.no_grad():
             if state.copies:
                 grads = dict(zip(grads, to_host(list(grads.values())), strict=True))
-            optimizer.update(sharding.local(state.trained), grads, sharding.local(state.first), sharding.local(state.second), state.step,
-                             lr, cfg.optimizer, decayed, divisor)
+            optimizer.update(sharding.local(state.trained), grads, sharding.local(state.first), sharding.local(state.second), step, lr,
+                             cfg.optimizer, decayed, divisor)
             state.refresh()
-        buffers = speech_lm.update(state.buffers, sums, cfg.model)
-        return replace(state, step=state.step + 1, buffers=buffers), {"grad_norm": norm, "labels": counts["lm"], **sums}
+        return speech_lm.update(state.buffers, sums, cfg.model), {"grad_norm": norm, "labels": counts["lm"], **sums}
+
+    recorded = Recorded(work) if cfg.compile.cuda_graph else None
+
+    def step(state: State, batches: Sequence[Batch]) -> tuple[State, dict[str, Tensor]]:
+        rows, lr = numbered(batches, state.step, mesh), optimizer.learning_rate(state.step, cfg.optimizer, cfg.train.steps)
+        if recorded is not None:
+            return replace(state, step=state.step + 1), recorded(state, rows, state.step, lr)
+        buffers, metrics = work(state, rows, state.step, lr)
+        return replace(state, step=state.step + 1, buffers=buffers), metrics
 
     return step
 

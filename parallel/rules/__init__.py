@@ -17,6 +17,7 @@ class Environment:
     world: int = 1  # processes
     command: str = "train.py"  # as typed, without the launcher; empty where nothing runs and the number is an argument
     deep_ep: bool = False  # whether the package is installed beside a GPU
+    gpu: bool = True  # whether there is one, or one is planned
 
     def start(self, processes: int) -> str:
         """What to do for another number of processes."""
@@ -24,7 +25,7 @@ class Environment:
 
 
 Check = Callable[[Config, Environment], Iterator[str]]
-Example = Mapping[str, object]  # what is changed in SOUND, and "world" and "deep_ep" of the environment
+Example = Mapping[str, object]  # what is changed in SOUND, and "world", "deep_ep" and "gpu" of the environment
 SOUND = Config(run_dir="runs/x")  # breaks no rule on one process
 SOUND.data.rows = [RowSize(tokens=100, audio_frames=90, utterances=4, utterance_frames=40, label_tokens=20)]
 

@@ -141,6 +141,25 @@ def dispatch(cfg: Config, environment: Environment) -> Iterator[str]:
         yield f"parallel.ep_dispatch=deepep is not made for parallel.ep={p.ep}; choose one of {sizes}, or alltoall"
 
 
+@rule({"compile.cuda_graph": True, "gpu": False},
+      {"compile.cuda_graph": True, "parallel.pp": 2, "world": 2},
+      {"compile.cuda_graph": True, "parallel.offload": "optimizer"},
+      {"compile.cuda_graph": True, "parallel.ep": 2, "parallel.ep_dispatch": "alltoall", "world": 2})
+def cuda_graph(cfg: Config, environment: Environment) -> Iterator[str]:
+    """What a GPU can repeat without the host: nothing that waits for a value, a message of another rank or the host's memory."""
+    p = cfg.parallel
+    if not cfg.compile.cuda_graph:
+        return
+    if not environment.gpu:
+        yield "compile.cuda_graph=true records what an NVIDIA GPU does, and there is none; leave it out"
+    if p.pp > 1:
+        yield f"compile.cuda_graph=true cannot record what parallel.pp={p.pp} sends from stage to stage; leave it out"
+    if p.offload != "none":
+        yield f"compile.cuda_graph=true cannot record work of the host and parallel.offload={p.offload} has some; leave one out"
+    if p.ep > 1 and p.ep_dispatch != "allgather":
+        yield f"compile.cuda_graph=true cannot record parallel.ep_dispatch={p.ep_dispatch}, which waits for counts; choose allgather"
+
+
 @rule({"parallel.cp": 8, "world": 8},
       {"parallel.tp": 5, "model.decoder.pattern": "*", "model.decoder.n_kv_heads": 1, "world": 5},
       {"parallel.cp": 2, "model.decoder.mamba_groups": 3, "model.decoder.mamba_heads": 6, "world": 2})

@@ -203,6 +203,23 @@ def test_deepep_where_it_is_installed() -> None:
     assert wrong_ranks.startswith("parallel.ep_dispatch=deepep is not made for parallel.ep=12; choose one of 2, 4, 8, 16, ")
 
 
+def test_cuda_graphs_need_a_gpu_and_work_without_the_host() -> None:
+    cfg = sound()
+    cfg.compile.cuda_graph = True
+    said = "compile.cuda_graph=true cannot record"
+    assert validate(cfg, Environment(1, "")) == []
+    assert validate(cfg, Environment(1, "", gpu=False)) == [
+        "compile.cuda_graph=true records what an NVIDIA GPU does, and there is none; leave it out"]
+    cfg.parallel.ep, cfg.parallel.ep_dispatch = 2, "alltoall"
+    assert validate(cfg, Environment(2, "")) == [f"{said} parallel.ep_dispatch=alltoall, which waits for counts; choose allgather"]
+    cfg.parallel.ep_dispatch, cfg.parallel.offload = "allgather", "optimizer"
+    assert validate(cfg, Environment(2, "")) == [f"{said} work of the host and parallel.offload=optimizer has some; leave one out"]
+    cfg.parallel.offload = "none"
+    assert validate(cfg, Environment(2, "")) == []
+    cfg.parallel.pp = 2
+    assert validate(cfg, Environment(4, "")) == [f"{said} what parallel.pp=2 sends from stage to stage; leave it out"]
+
+
 def test_all_violations_at_once() -> None:
     cfg = sound()
     assert cfg.model.encoder is not None
