@@ -84,8 +84,11 @@ def route(w: Tree, h_TD: Tensor, cfg: DecoderConfig) -> tuple[Tensor, Tensor]:
     logits_TE = torch.nn.functional.linear(widen(h_TD), widen(w["weight"]))
     scores_TE = logits_TE.sigmoid() if cfg.router == "sigmoid" else logits_TE.softmax(-1)
     with torch.no_grad():
-        choice_TE = scores_TE + w["bias"] if cfg.router_bias else scores_TE
-        ids_TK = torch.topk(_within_groups(choice_TE, cfg), cfg.top_k, sorted=False).indices
+        if cfg.force_balance:
+            ids_TK = torch.arange(len(h_TD) * cfg.top_k, device=h_TD.device).view(-1, cfg.top_k) % cfg.n_experts
+        else:
+            choice_TE = scores_TE + w["bias"] if cfg.router_bias else scores_TE
+            ids_TK = torch.topk(_within_groups(choice_TE, cfg), cfg.top_k, sorted=False).indices
     weights_TK = scores_TE.gather(1, ids_TK)
     if cfg.norm_topk:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)

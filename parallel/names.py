@@ -16,6 +16,22 @@ ZERO_STAGES = {
 }
 STAGES = (0, 1, 2, 3)
 KEYS = {  # that other systems have and this one has not, with what there is instead
+    "strategy": "parallel.zero_stage takes its name",
+    "zero_dp_strategy": "parallel.zero_stage takes its levels",
+    "dp_size": "it is what parallel.pp, parallel.cp and parallel.tp leave of the number of processes",
+    "dp_replicate_size": "set parallel.dp_replicate",
+    "pp_size": "set parallel.pp",
+    "cp_size": "set parallel.cp",
+    "tp_size": "set parallel.tp",
+    "ep_size": "set parallel.ep",
+    "sequence_parallel": "with parallel.tp tokens are split between layers in any case",
+    "defer_fsdp_grad_sync": "set parallel.defer_grad_sync",
+    "dispatcher": "set parallel.ep_dispatch",
+    "fake_balanced_gate": "set model.decoder.force_balance",
+    "aux_loss_coeff": "model.decoder.bias_update_rate balances experts without a loss",
+    "ignore_router_for_ac": "a choice of experts is never made twice",
+    "activation_checkpointing_llm": "set train.activation_checkpointing",
+    "activation_checkpointing_perception": "set train.activation_checkpointing_encoder",
     "param_dtype": "precision is what weights travel and layers compute in, optimizer.master_dtype what is updated",
     "output_dtype": "layers give what precision says, and losses are fp32",
     "cast_forward_inputs": "what enters a layer is in precision",

@@ -27,8 +27,6 @@ from training.step import DTYPES
 DOCUMENTS, TOKENS = 4, 512
 ROWS = DOCUMENTS * TOKENS
 AGREEMENT = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-BARS = {"experts": 1.3, "attention": 1.5, "ssd": 2.0, "conv": 1.5}  # theirs / ours, at least
-CROSS_ENTROPY_MEMORY, CROSS_ENTROPY_TIME = 0.25, 1.2  # ours / theirs, at most
 
 Function = Callable[..., Tensor]
 

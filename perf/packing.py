@@ -25,7 +25,6 @@ from training.engine import Engine, Pass
 ENCODER = EncoderConfig(mel_bins=128, d_model=512, n_layers=4, n_heads=8, subsampling_channels=256)  # canary-180m-flash's, but 4 layers
 UTTERANCES, SECONDS = 16, (1.0, 20.0)
 TEXT_MULTIPLE = 128
-BAR = 1.1  # time ratio over token ratio, at most
 
 Step = Callable[[], Any]
 

@@ -102,9 +102,9 @@ def ring(cfg: Config, document: float) -> Ring | None:
 
 
 def random_imbalance(cfg: Config) -> float:
-    """Most over mean of the tokens of the ranks of an expert group when every token chooses its experts at random."""
+    """Most over mean of the tokens of the ranks of an expert group when every token chooses its experts at random, or must not."""
     d, p = cfg.model.decoder, cfg.parallel
-    if p.ep == 1 or "E" not in d.pattern:
+    if p.ep == 1 or "E" not in d.pattern or d.force_balance:
         return 1.0
     tokens = min(SAMPLED_TOKENS, cfg.data.rows[-1].tokens * p.ep // (p.cp * p.tp))
     chosen = np.random.default_rng(0).random((tokens, d.n_experts)).argpartition(d.top_k, 1)[:, : d.top_k]

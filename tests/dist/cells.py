@@ -96,6 +96,7 @@ def cells() -> list[Cell]:
         Cell("ep 2, parameters on the host", 2, {"ep": 2, "offload": "offload_param", "defer_grad_sync": False}),
         Cell("hsdp 2 x 1, tp 2, ep 2, parameters on the host", 4, {"dp_replicate": 2, "tp": 2, "ep": 2, "offload": "parameters"}, quick=True),
         *dispatches(),
+        Cell("hsdp 2 x 1", 2, {"dp_replicate": 2}),
         Cell("hsdp 2 x 2", 4, {"dp_replicate": 2}, quick=True),
         Cell("hsdp 2 x 2, zero 2", 4, {"dp_replicate": 2, "zero_stage": 2}, rows=8),
         Cell("hsdp 2 x 2, gradients reduced once", 4, {"dp_replicate": 2, "defer_grad_sync": True}, rows=8),

@@ -110,6 +110,16 @@ def test_softmax_router():
     torch.testing.assert_close(chosen.double(), expected, rtol=1e-5, atol=0)
 
 
+def test_forced_balance_gives_all_experts_as_many_tokens():
+    cfg = dataclasses.replace(CFG, force_balance=True, top_k=3)
+    w, h = weights(cfg)["router"], torch.randn(40, cfg.d_model)
+    ids, chosen = moe.route(w, h, cfg)
+    assert ids.flatten().bincount().tolist() == [15] * 8
+    assert all(len(set(row)) == 3 for row in ids.tolist())
+    scores = torch.sigmoid(h @ w["weight"].T).gather(1, ids)
+    torch.testing.assert_close(chosen, 2.5 * scores / scores.sum(-1, keepdim=True))
+
+
 def test_score_correction_moves_the_choice_alone():
     cfg = dataclasses.replace(CFG, n_group=1, norm_topk=False, routed_scaling=1.0)
     w, h = weights(cfg)["router"], torch.randn(40, cfg.d_model)

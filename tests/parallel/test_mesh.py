@@ -1,5 +1,6 @@
 """Sizes of the axes, and the names of zero stages in other systems."""
 
+import re
 from typing import Any
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 
 from configs.schema import ParallelConfig
 from parallel.mesh import make_mesh, sizes, start_processes
-from parallel.names import ZERO_STAGES, zero_stage
+from parallel.names import KEYS, ZERO_STAGES, zero_stage
+from parallel.rules import SOUND, value
 
 
 @pytest.mark.parametrize(("keys", "world", "dp", "dense", "tensor", "experts"), [
@@ -55,3 +57,10 @@ def test_levels_of_megatron_and_deepspeed_are_in_order() -> None:
 def test_other_names_are_refused(value: str | int) -> None:
     with pytest.raises(ValueError, match="is no zero stage; choose 0, 1, 2, 3 or one of ddp"):
         zero_stage(value)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_what_there_is_instead_of_other_systems_keys_is_there(key: str) -> None:
+    for named in re.findall(r"(?:\w+\.)+\w+", KEYS[key]):
+        value(SOUND, named)
+    assert not any(hasattr(part, key) for part in (SOUND.parallel, SOUND.train, SOUND.optimizer, SOUND.model.decoder))

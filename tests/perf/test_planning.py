@@ -403,3 +403,5 @@ def test_random_choices_spread_evenly() -> None:
     cfg, _ = config.load(["+experiment=nemotron_ep8", "data.manifest=x", "data.tokenizer=x"])
     # 49,152 choices a rank on average; the largest of eight binomial counts is within 4 of their standard deviations
     assert 1.0 < planner.random_imbalance(cfg) < 1 + 4 / math.sqrt(49152)
+    cfg.model.decoder.force_balance = True
+    assert planner.random_imbalance(cfg) == 1.0

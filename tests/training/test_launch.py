@@ -42,6 +42,7 @@ def manifest(folder: Path, *lines: str) -> str:
     (["+parallel.zz=2"], r"unknown key parallel.zz in"),
     (["parallel.pp_microbatch_size=4"], r"parallel.pp_microbatch_size is no key here: what travels is a packed row, .*; leave it out$"),
     (["parallel.pipeline.scale_grads_in_schedule=false"], r"scale_grads_in_schedule is no key here: the loss is .*; leave it out$"),
+    (["parallel.tp_size=2"], r"parallel.tp_size is no key here: set parallel.tp; leave it out$"),
     (["+parallel.output_dtype=bf16"], r"parallel.output_dtype is no key here: layers give what precision says, .*; leave it out$"),
     (["run_dir=/proc/nowhere"], r"run_dir=/proc/nowhere cannot be written \(.*\); choose another folder"),
     (["train.resume=/nowhere"], r"train.resume=/nowhere does not exist; give a run's folder or one of its checkpoints/step_\*, or set"),
