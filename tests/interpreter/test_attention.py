@@ -75,7 +75,7 @@ def test_heads_that_share_keys(heads, groups, monkeypatch):
     assert_close(results(rows, probe, lengths, padding), separate(rows, probe, lengths, padding), 1e-6)
 
 
-@pytest.mark.parametrize("size", [8, 64, 80, 96, 192])
+@pytest.mark.parametrize("size", [8, 64, 80, 96, 128, 192, 256])
 def test_sizes_of_heads(size):
     lengths, padding = [20, 3], 2
     rows, probe = draw(lengths, padding, 2, 1, size)

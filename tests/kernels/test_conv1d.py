@@ -1,18 +1,21 @@
 """Depthwise convolutions against their definition, one document at a time: outputs, every gradient, any boundaries, no leaks."""
 
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from kernels.conv1d import causal_conv1d, centred_conv1d
+from kernels.conv1d.reference import conv1d_reference
 
 C = 6
 NAMES = ("y", "x", "weight", "bias")
 FAST = ["shifted"]
 ALL = ["reference", *FAST]
-TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 8e-3}
+TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 LENGTHS = [1, 2, 3, 63, 64, 65, 100]
 ORDERS = [LENGTHS, LENGTHS[::-1], [64, 1, 100, 0, 3, 65, 2, 0, 63], [1], [3], [32], [1] * 9]
 Inputs = tuple[Tensor, Tensor, Tensor]
@@ -152,6 +155,26 @@ def test_without_tokens(implementation):
 def test_unknown_activation():
     with pytest.raises(ValueError, match="'silu' or None, not 'relu'"):
         causal([3], activation="relu")(*inputs(3))
+
+
+def causal_conv1d_fn(x, weight, bias, *, seq_idx, activation):
+    """What causal-conv1d's documentation says: documents in its channel-last layout alone."""
+    assert x.stride(1) == 1
+    assert x.stride(2) % 8 == 0
+    assert seq_idx.dtype == torch.int32
+    return conv1d_reference(x[0].T, weight, bias, seq_idx[0], activation, 0).T[None]
+
+
+def test_arguments_of_causal_conv1d(monkeypatch):
+    monkeypatch.setitem(sys.modules, "causal_conv1d", SimpleNamespace(causal_conv1d_fn=causal_conv1d_fn))
+    x, weight, bias = torch.randn(20, 16), torch.randn(16, 4), torch.randn(16)
+    again = torch.repeat_interleave(torch.tensor([2, 1, 2]), torch.tensor([6, 1, 13]))
+    for rows in (x, torch.randn(20, 19)[:, :16], torch.randn(16, 20).T):  # rows of 19 numbers, and a column after the other
+        theirs, ours = (causal_conv1d(rows, weight, bias, again, implementation=name) for name in ("causal_conv1d", "reference"))
+        torch.testing.assert_close(theirs, ours)
+    for taps, channels, function in ((5, 16, causal_conv1d), (4, 12, causal_conv1d), (3, 16, centred_conv1d)):
+        with pytest.raises(ValueError, match="choose another implementation"):
+            function(x[:, :channels], torch.randn(channels, taps), None, again, implementation="causal_conv1d")
 
 
 def test_compiles_whole():

@@ -1,6 +1,8 @@
 """Fused head and loss: against F.cross_entropy and the definition of every option, gradients, ignored rows, blocks."""
 
 import math
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from kernels.linear_cross_entropy import linear_cross_entropy
 
 T, D, V = 75, 16, 41
 ON_CPU, FAST = ["reference", "chunked"], ["chunked"]  # tests/interpreter tests "triton"
-TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 8e-3}
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 OPTIONS = [
     pytest.param({}, id="plain"),
     pytest.param({"label_smoothing": 0.2}, id="label smoothing"),
@@ -69,7 +71,7 @@ def test_reference_is_the_definition(options):
 
 
 @pytest.mark.parametrize("library", ["mkl", "onednn"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("implementation", FAST)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_fast_versions_match_the_reference(monkeypatch, options, implementation, dtype, library):
@@ -217,6 +219,27 @@ def test_inputs_with_strides():
     loss, count = linear_cross_entropy(h.requires_grad_(), weight.requires_grad_(), strided)
     dh, dweight = torch.autograd.grad(loss * 0.37, (h, weight))
     assert_close({"loss": loss.detach(), "count": count, "h": dh, "weight": dweight}, expected, 1e-13)
+
+
+class LigerFusedLinearCrossEntropyLoss:
+    """What Liger's documentation says."""
+
+    def __init__(self, *, ignore_index: int, lse_square_scale: float, label_smoothing: float, reduction: str, softcap: float | None):
+        assert reduction == "sum"
+        self.options: dict[str, Any] = {"ignore_index": ignore_index, "z_loss": lse_square_scale, "label_smoothing": label_smoothing,
+                                        "soft_cap": softcap}
+
+    def __call__(self, weight: Tensor, h: Tensor, labels: Tensor) -> Tensor:
+        return linear_cross_entropy(h, weight, labels, implementation="reference", **self.options)[0]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_arguments_of_liger(monkeypatch, options):
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.fused_linear_cross_entropy",
+                        SimpleNamespace(LigerFusedLinearCrossEntropyLoss=LigerFusedLinearCrossEntropyLoss))
+    h, weight, labels = inputs(options.get("ignore_index", -100))
+    theirs, ours = (results(h, weight, labels, torch.float64, implementation=name, **options) for name in ("liger", "reference"))
+    assert all(torch.equal(theirs[name], value) for name, value in ours.items())
 
 
 def test_operator_passes_opcheck():

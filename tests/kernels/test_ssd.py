@@ -1,7 +1,9 @@
 """The scan against its closed form, one document at a time: outputs and every gradient, any boundaries, no leaks, fp32 states."""
 
 import itertools
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,12 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.ssd import cpu, ssd, ssd_with_state
+from kernels.ssd.reference import ssd_reference
 
 N, G, H, S = 4, 2, 8, 6
 NAMES = ("y", "x", "dt", "a", "b", "c", "d", "dt_bias")
 FAST = ["chunked"]
 ALL = ["reference", *FAST]
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 LENGTHS = [1, 2, 3, 63, 64, 65, 100]
 ORDERS = [LENGTHS, LENGTHS[::-1], [64, 1, 100, 0, 3, 65, 2, 0, 63]]
 LOW, HIGH = 0.05, 0.8  # limits of the steps; both apply to some
@@ -92,7 +95,7 @@ def test_reference_is_each_document_alone(truths, order):
     assert_close(results(packed(ORDERS[order], implementation="reference"), arguments, probe), expected, TOLERANCE[torch.float64])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("chunk", [1, 16, 64, 300])
 @pytest.mark.parametrize("order", range(len(ORDERS)))
 @pytest.mark.parametrize("implementation", FAST)
@@ -279,6 +282,29 @@ def test_gate_and_no_skip(implementation):
     got = ssd(x, dt, a, b, c, None, segments([20]), dt_bias_N=dt_bias, z_TNH=z, implementation=implementation, **OPTIONS)
     expected = closed_form(x, dt, a, b, c, torch.zeros_like(d), dt_bias) * z / (1 + torch.exp(-z))
     torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
+
+
+def mamba_chunk_scan_combined(x, dt, a, b, c, chunk, *, D, initial_states, seq_idx, dt_limit, return_final_states):
+    """What mamba-ssm's documentation says: steps are taken as they are, document 0 continues from the initial states."""
+    assert seq_idx.dtype == torch.int32
+    assert int(seq_idx[0, 0]) == 0
+    assert bool((seq_idx.diff() >= 0).all())
+    assert return_final_states
+    initial = None if initial_states is None else initial_states[0]
+    y, state = ssd_reference(x[0], dt[0].clamp(*dt_limit), a, b[0], c[0], D, seq_idx[0], initial, chunk, torch.float32, True)
+    return y[None], state[None]
+
+
+def test_arguments_of_mamba_ssm(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mamba_ssm.ops.triton.ssd_combined",
+                        SimpleNamespace(mamba_chunk_scan_combined=mamba_chunk_scan_combined))
+    x, dt, a, b, c, d, dt_bias = inputs(40)
+    again = torch.repeat_interleave(torch.tensor([3, 7, 3]), torch.tensor([9, 12, 19]))
+    state: dict[str, Any] = {"initial_state_NHS": torch.randn(N, H, S, dtype=torch.float64), "z_TNH": torch.randn_like(x)}
+    for more in ({}, state):
+        theirs, ours = (ssd_with_state(x, dt, a, b, c, d, again, dt_bias_N=dt_bias, implementation=name, **OPTIONS, **more)
+                        for name in ("mamba_ssm", "reference"))
+        torch.testing.assert_close(theirs, ours, rtol=0, atol=0)
 
 
 def test_operator_passes_opcheck():
