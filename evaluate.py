@@ -27,6 +27,7 @@ from data.sources import validation_names, validation_source
 from data.tokenizer import Tokenizer, load_tokenizer
 from model import freezing
 from model.stages import own_spec
+from parallel import deepep
 from parallel.mesh import Mesh, make_mesh, start_processes
 from parallel.validate import validate
 from training import checkpoint, config, launch, manual
@@ -77,6 +78,9 @@ def configure(asked: EvaluateConfig, stored: dict[str, Any], command: list[str])
     cfg.parallel = replace(cfg.parallel, dp_replicate=1, cp=1, tp=1)  # copies serve gradients; decoding splits requests, not rows
     if launch.world() % (cfg.parallel.pp * cfg.parallel.ep):
         cfg.parallel = replace(cfg.parallel, pp=1, pp_chunks=1, pp_layers=[], ep=math.gcd(launch.world(), cfg.parallel.ep))
+    if cfg.parallel.ep_dispatch == "deepep" and not deepep.available():
+        cfg.parallel = replace(cfg.parallel, ep_dispatch="alltoall")
+    cfg.compile = replace(cfg.compile, cuda_graph=False)  # of training steps
     asked_for = {key: getattr(asked, key) for key in GENERATION if getattr(asked, key) is not None}
     cfg.generation = replace(cfg.generation, **asked_for)
     if asked.manifest is not None:

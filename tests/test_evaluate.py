@@ -18,6 +18,7 @@ import evaluate
 import train
 from model import speech_lm
 from parallel.mesh import make_mesh, start_processes
+from parallel.validate import Environment
 from training import checkpoint, config, launch
 from training.config import to_dict
 from training.state import init_state
@@ -113,6 +114,16 @@ def test_a_run_is_evaluated_on_any_number_of_processes(run: Path, world: int, st
     monkeypatch.setattr(evaluate.launch, "world", lambda: world)
     found = evaluate.configure(evaluate.EvaluateConfig(checkpoint=str(run)), to_dict(cfg), []).parallel
     assert (found.pp, found.ep) == (stages, experts)
+
+
+def test_what_a_run_had_of_a_gpu_is_not_asked_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody could leave it out: it stands in the checkpoint."""
+    cfg, _ = config.load([*SMALL, "model.decoder.pattern=ME", "parallel.ep=2", "parallel.ep_dispatch=deepep", "precision=bf16",
+                          "compile.cuda_graph=true"])
+    monkeypatch.setattr(evaluate.launch, "world", lambda: 2)
+    monkeypatch.setattr(evaluate.launch, "environment", lambda *command: Environment(2, gpu=False))
+    found = evaluate.configure(evaluate.EvaluateConfig(checkpoint=str(run)), to_dict(cfg), [])
+    assert (found.parallel.ep, found.parallel.ep_dispatch) == (2, "alltoall")
 
 
 def test_a_refusal_is_the_last_that_torchrun_says(tmp_path: Path) -> None:
