@@ -39,6 +39,7 @@ VARIANT = (
 )
 ADAPTERS = ("model.lora.rank=3", "model.lora.dora=true", "model.lora.dropout=0.2", "model.decoder.moe_latent=12",
             r"model.lora.targets=['encoder\.','projector','decoder\.layers\.[013]\.','decoder\.layers\.2\.(shared|latent)']")
+GLM_ASR = ("model.encoder.kind=glm_asr", "train.ctc_weight=0", "model.projector.hidden=20")
 DOCUMENT = {"cp": 2, "cp_split": "document"}
 QUERIES = ("train.ctc_weight=0", "model.encoder.n_layers=2", "model.projector.encoder_layers=[0,1]",
            "model.projector.qformer={queries: 3, n_layers: 1, n_heads: 2, ffn: 12}")
@@ -126,6 +127,8 @@ def cells() -> list[Cell]:
         Cell("cp 2, tp 2, swiglu, tied, biases, norms of heads and batches, 1 Mamba group", 4, {"cp": 2, "tp": 2}, rows=2, model=VARIANT, quick=True),
         Cell("cp 2, tp 2, adapters with row lengths and dropout", 4, {"cp": 2, "tp": 2}, rows=2, model=ADAPTERS),
         Cell("dp 2, tp 2, queries that read two encoder layers", 4, {"tp": 2}, rows=2, model=QUERIES, quick=True),
+        Cell("cp 2, GLM-ASR's encoder", 2, {"cp": 2}, rows=2, model=GLM_ASR),
+        Cell("pp 2, tp 2, GLM-ASR's encoder", 4, {"pp": 2, "tp": 2}, rows=2, model=GLM_ASR),
         Cell("dp 2, cp 2, ep 4", 4, {"cp": 2, "ep": 4}, rows=4, quick=True),
         Cell("hsdp 2 x 1, tp 2, ep 2", 4, {"dp_replicate": 2, "tp": 2, "ep": 2}, quick=True),
         Cell("ep 2, recomputed", 2, {"ep": 2}, own=CHECKPOINTED),
@@ -238,7 +241,7 @@ def batches(cfg: Config, cell: Cell) -> list[Batch]:
             seconds = [0.0] * 5 if number == 1 else rng.uniform(0.1, 1.2, size=2 + number % 3)
             examples = [_spoken(rng, sec, int(rng.integers(0, 4)), int(rng.integers(1, 3 + 7 * (number % 2)))) for sec in seconds]
         made.append({name: torch.from_numpy(value) for name, value in pack_row(
-            examples, cfg.data.rows[0], multiple=cfg.data.multiple, queries=cfg.data.queries).items()})
+            examples, cfg.data.rows[0], cfg.data.encoder, multiple=cfg.data.multiple, queries=cfg.data.queries).items()})
     return made
 
 
