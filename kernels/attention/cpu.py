@@ -61,8 +61,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, dout_TNH: Tensor | None, dlse_NT: Tensor | None) -> tuple[Tensor | None, ...]:
-    dout_TNH = torch.zeros_like(ctx.saved_tensors[0]) if dout_TNH is None else dout_TNH
-    return *backward_op(dout_TNH, dlse_NT, *ctx.saved_tensors, None, *ctx.options), None, None, None, None, None
+    q_TNH, *others = ctx.saved_tensors  # once: activation checkpointing has them no second time
+    dout_TNH = torch.zeros_like(q_TNH) if dout_TNH is None else dout_TNH
+    return *backward_op(dout_TNH, dlse_NT, q_TNH, *others, None, *ctx.options), None, None, None, None, None
 
 
 forward_op.register_autograd(_backward, setup_context=_save)

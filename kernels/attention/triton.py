@@ -467,9 +467,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, dout_TNH: Tensor | None, dlse_NT: Tensor | None) -> tuple[Tensor | None, ...]:
-    dout_TNH = torch.zeros_like(ctx.saved_tensors[0]) if dout_TNH is None else dout_TNH
-    dq_TNH, dk_SGH, dv_SGH, dbias_NTR = backward_op(dout_TNH, dlse_NT, *ctx.saved_tensors, *ctx.options)
-    return dq_TNH, dk_SGH, dv_SGH, dbias_NTR if ctx.saved_tensors[3] is not None else None, *[None] * 7
+    q_TNH, k_SGH, v_SGH, bias_NTR, *others = ctx.saved_tensors  # once: activation checkpointing has them no second time
+    dout_TNH = torch.zeros_like(q_TNH) if dout_TNH is None else dout_TNH
+    dq_TNH, dk_SGH, dv_SGH, dbias_NTR = backward_op(dout_TNH, dlse_NT, q_TNH, k_SGH, v_SGH, bias_NTR, *others, *ctx.options)
+    return dq_TNH, dk_SGH, dv_SGH, None if bias_NTR is None else dbias_NTR, *[None] * 7
 
 
 forward_op.register_autograd(_backward, setup_context=_save)

@@ -165,8 +165,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, dy_TC: Tensor) -> tuple[Tensor | None, ...]:
-    dx_TC, dweight_CW, dbias_C = _backward(dy_TC, *ctx.saved_tensors, ctx.silu, ctx.ahead)
-    return dx_TC, dweight_CW, None if ctx.saved_tensors[2] is None else dbias_C, None, None, None
+    x_TC, weight_CW, bias_C, segments_T = ctx.saved_tensors  # once: activation checkpointing has them no second time
+    dx_TC, dweight_CW, dbias_C = _backward(dy_TC, x_TC, weight_CW, bias_C, segments_T, ctx.silu, ctx.ahead)
+    return dx_TC, dweight_CW, None if bias_C is None else dbias_C, None, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
