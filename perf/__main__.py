@@ -39,6 +39,8 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("plan_check", help="plan.py's memory and bytes against those of gloo processes")
     for command, names in ((layouts, graphs.LAYOUTS), (check, plan_check.LAYOUTS)):
         command.add_argument("--only", nargs="+", default=[], choices=list(names), metavar="LAYOUT", help=", ".join(names))
+    bubble = commands.add_parser("zero_bubble", help="whether gradients of inputs before those of weights shorten a pipeline's step")
+    bubble.add_argument("--rounds", type=int, default=9, help="timed steps of each")
     gpu = commands.add_parser("gpu", help="operations at real shapes on a GPU, against other libraries")
     gpu.add_argument("--save", action="store_true", help="write table and plot to perf/results")
     tune = commands.add_parser("tune", help="time the candidates for tile sizes on a GPU and rewrite tuned.json")
@@ -79,6 +81,10 @@ def _run(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
             return graphs.run(arguments.only, arguments.order)
         case "plan_check":
             return plan_check.run(arguments.only)
+        case "zero_bubble":
+            from perf import zero_bubble
+
+            return zero_bubble.run(arguments.rounds)
         case "gpu":
             from perf import gpu
 
