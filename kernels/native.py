@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from filelock import FileLock
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 HEADER = Path(__file__).with_name("native.h")
 VECTORS = {  # by what PyTorch's own kernels use on this processor, which its vector classes have to be compiled for
@@ -39,6 +38,8 @@ def operators(source: Path) -> Any:
     includes = [f"-I{folder}" for folder in (HEADER.parent, root / "include", root / "include/torch/csrc/api/include")]
     libraries = [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
     key = hashlib.sha256(repr([torch.__version__, compiler, flags]).encode() + HEADER.read_bytes() + source.read_bytes()).hexdigest()[:16]
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # brings the whole compiler, seconds that a refusal has not
+
     library = Path(cache_dir()) / "reedling" / f"{source.parent.name}-{key}.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ SOURCE = 'extern "C" int answer() {{ return {}; }}'
 
 @pytest.fixture(autouse=True)
 def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(native, "cache_dir", lambda: str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     native.operators.cache_clear()
     yield
     native.operators.cache_clear()
