@@ -112,6 +112,7 @@ class DecoderConfig:
     norm_topk: bool = True  # divide the chosen scores by their sum
     routed_scaling: float = 2.5  # factor on the routed experts' weights
     bias_update_rate: float = 0.0  # step of the loss-free balancing of the score-correction bias; 0: off
+    aux_loss_coeff: float = 0.0  # weight of the auxiliary loss that balances experts, summed over layers; 0: none
     force_balance: bool = False  # for benchmarks: tokens take the experts in turn, whatever their scores
 
 

@@ -15,6 +15,7 @@ from model.linear import affine
 from model.norm import add, residual_norms, rms_norm
 from model.params import P, Tree
 from parallel import expert, sequence
+from parallel.collectives import sum_start, wait
 
 
 def spec(cfg: DecoderConfig) -> Tree:
@@ -44,15 +45,18 @@ def _projection(shape: tuple[int, int], axes: tuple[str, str], cfg: DecoderConfi
 
 
 def forward(w: Tree, x_TD: Tensor, ctx: Context) -> tuple[Tensor, dict[str, Tensor]]:
-    """x + routed experts(norm(x)) + shared expert(norm(x)), and "expert_load": how many real tokens chose each expert [E].
+    """x + routed experts(norm(x)) + shared expert(norm(x)), and "expert_load": how many real tokens chose each expert [E]; with
+    aux_loss_coeff also "balance", see `balance_loss`.
 
     With ctx.ep_group, w["experts"] holds this rank's part of the experts.
     """
     cfg = ctx.decoder
     h_TD = rms_norm(x_TD, w["norm"], cfg.norm_eps)
-    ids_TK, weights_TK = route(w["router"], h_TD, cfg)
+    ids_TK, weights_TK, scores_TE = route(w["router"], h_TD, cfg)
     real_T = sequence.own_tokens(ctx.segments_T, ctx) < ctx.cu_seqlens_U1.shape[0] - 1
     ids_TK = torch.where(real_T[:, None], ids_TK, cfg.n_experts)  # padding computes nothing
+    load_E = (ids_TK[..., None] == torch.arange(cfg.n_experts, device=ids_TK.device)).sum((0, 1))
+    counted_E = sum_start(load_E, ctx.stage_group) if cfg.aux_loss_coeff and ctx.stage_group is not None else None
     inner_TD = affine(w["latent_in"], h_TD) if cfg.moe_latent else h_TD
 
     def shared() -> Tensor | None:
@@ -63,8 +67,10 @@ def forward(w: Tree, x_TD: Tensor, ctx: Context) -> tuple[Tensor, dict[str, Tens
         y_TD = affine(w["latent_out"], y_TD)
     if shared_TD is not None:
         y_TD = y_TD + shared_TD
-    numbers_E = torch.arange(cfg.n_experts, device=ids_TK.device)
-    return add(w, x_TD, y_TD, cfg), {"expert_load": (ids_TK[..., None] == numbers_E).sum((0, 1))}
+    stats = {"expert_load": load_E}
+    if cfg.aux_loss_coeff:
+        stats["balance"] = balance_loss(scores_TE, real_T, load_E if counted_E is None else wait(counted_E), cfg)
+    return add(w, x_TD, y_TD, cfg), stats
 
 
 def _routed(w: Tree, h_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, ctx: Context,
@@ -76,8 +82,8 @@ def _routed(w: Tree, h_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, ctx: Cont
     return expert.routed(local, h_TD, ids_TK, weights_TK, ctx.decoder.n_experts, ctx.ep_group, ctx.ep_dispatch, beside)
 
 
-def route(w: Tree, h_TD: Tensor, cfg: DecoderConfig) -> tuple[Tensor, Tensor]:
-    """The experts of each token and their weights, in fp32. [T, K], [T, K]
+def route(w: Tree, h_TD: Tensor, cfg: DecoderConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """The experts of each token, their weights, and the scores of all experts, in fp32. [T, K], [T, K], [T, E]
 
     The score correction (DeepSeek-V3's loss-free balancing) moves the choice alone; the weights are the scores as they are.
     """
@@ -92,7 +98,20 @@ def route(w: Tree, h_TD: Tensor, cfg: DecoderConfig) -> tuple[Tensor, Tensor]:
     weights_TK = scores_TE.gather(1, ids_TK)
     if cfg.norm_topk:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-    return ids_TK, weights_TK * cfg.routed_scaling
+    return ids_TK, weights_TK * cfg.routed_scaling, scores_TE
+
+
+def balance_loss(scores_TE: Tensor, real_T: Tensor, load_E: Tensor, cfg: DecoderConfig) -> Tensor:
+    """This rank's share of E * sum_e f_e P_e (Switch Transformer, GShard), which is 1 where all experts are chosen equally often: f_e is the
+    share of choices that fell on expert e, P_e its mean probability, the token's scores divided by their sum, both over the real tokens of
+    all ranks. The shares of the ranks add up to it, and so do their gradients, since choices have none.
+
+    :param load_E: choices of each expert by the tokens of all ranks
+    """
+    probs_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
+    sums_E = torch.where(real_T[:, None], probs_TE, 0).sum(0)
+    choices = load_E.sum().clamp(min=1)  # top_k for each token
+    return cfg.n_experts * cfg.top_k * torch.dot(load_E.to(sums_E.dtype) / choices, sums_E / choices)
 
 
 def _within_groups(choice_TE: Tensor, cfg: DecoderConfig) -> Tensor:

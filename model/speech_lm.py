@@ -6,6 +6,7 @@ of a stage of the pipeline, which may be the whole model; `encode`, `embed` and 
 what is compiled is not the model's business.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -126,7 +127,8 @@ def layers(run: Run, x_TD: Tensor, ctx: Context, stats: Stats, numbers: range | 
 
 def part(run: Run, stage: Stage, x_TD: Tensor | None, batch: dict[str, Tensor], ctx: Context, cfg: Config) -> tuple[Tensor, Losses, Stats]:
     """What a stage computes of one packed row from the hidden states behind the stage before: its own hidden states, the summed (not
-    averaged) losses that it has, "lm" at the end and with an auxiliary head "ctc" at the entry, and the layers' sums."""
+    averaged) losses that it has, "lm" at the end, with an auxiliary head "ctc" at the entry and with aux_loss_coeff "balance" where it has
+    experts, and the layers' sums."""
     losses: Losses = {}
     stats: Stats = {}
     if x_TD is None:
@@ -137,6 +139,9 @@ def part(run: Run, stage: Stage, x_TD: Tensor | None, batch: dict[str, Tensor], 
     x_TD = layers(run, x_TD, ctx, stats, stage.layers)
     if stage.ends:
         losses["lm"] = run(head_unit(cfg.model), decoder.loss, x_TD, batch["labels_T"])
+    balances = [stats.pop(name) for name in list(stats) if name.endswith(".balance")]
+    if balances:
+        losses["balance"] = functools.reduce(torch.add, balances)
     return x_TD, losses, stats
 
 

@@ -35,6 +35,11 @@ def all_reduce_start(x: Tensor, group: ProcessGroup) -> Tensor:
     return _begin.all_reduce_(x, "sum", group.group_name)
 
 
+def sum_start(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Begin to add up over the ranks; `wait` as above. No gradient."""
+    return _begin.all_reduce(x, "sum", group.group_name)
+
+
 def all_to_all_start(x: Tensor, received: list[int], sent: list[int], group: ProcessGroup) -> Tensor:
     """Begin an `all_to_all`; `wait` as above. No gradient."""
     return _begin.all_to_all_single(x, received, sent, group.group_name)

@@ -91,6 +91,7 @@ class Mesh:
     row_group: dist.ProcessGroup | None  # ranks that share a row, in the order of (pp, cp, tp); None where each has its own
     row_hosts: dist.ProcessGroup | None  # the same ranks, for what stays on the host
     parts: DeviceMesh | None  # ("dp", "part"): the ranks of a stage, those of cp and tp as one; None unless there are both
+    stage_group: dist.ProcessGroup | None  # all ranks of this stage of the pipeline; None where it is one
     ends_group: dist.ProcessGroup | None  # first and last rank of the pipeline; None on the others, and without a pipeline
     dense: DeviceMesh  # ("replicate", "shard")
     tensor: DeviceMesh | None  # ("replicate", "shard", "tp"); None without tensor parallelism
@@ -178,6 +179,7 @@ def make_mesh(cfg: ParallelConfig, device: torch.device) -> Mesh:
     return Mesh(
         rank=dist.get_rank(), device=device, sizes=n,
         row_group=_group_of(rows) if n.alike > 1 else None, row_hosts=_group_of(rows, "gloo") if n.alike > 1 else None,
+        stage_group=None if n.stage == 1 else dist.group.WORLD if n.pp == 1 else _group_of(by_stage.flatten(1).tolist()),
         ends_group=_group_of(by_stage.flatten(1)[[0, -1]].t().tolist()) if n.pp > 1 else None,
         tokens=init_device_mesh(device.type, (n.pp, n.dp, n.cp, n.tp), mesh_dim_names=("pp", "dp", "cp", "tp")),
         parts=view((n.dp, n.cp * n.tp), "dp", "part") if n.cp > 1 and n.tp > 1 else None,

@@ -152,7 +152,7 @@ class Run:
         """Write and show this logging interval, whose mean loss is `loss`; the only place where figures leave the device."""
         metrics = self.metrics
         loads = {name.removesuffix(".expert_load"): value for name, value in metrics.items() if name.endswith(".expert_load")}
-        scalars = {name: value for name, value in metrics.items() if name in ("grad_norm", "loss_ctc")}
+        scalars = {name: value for name, value in metrics.items() if name in ("grad_norm", "loss_ctc", "loss_balance")}
         values = to_floats({"loss": loss, **scalars, **expert_load(loads)})
         self._refuse_nonfinite(values["loss"], values["grad_norm"])
         values |= {"lr": optimizer.learning_rate(self.state.step - 1, self.cfg.optimizer, self.cfg.train.steps)}

@@ -39,7 +39,7 @@ class Gradients(NamedTuple):
 
     grads: dict[str, Tensor]
     sums: dict[str, Tensor]  # losses and what the layers count
-    counts: dict[str, Tensor]  # supervised tokens
+    counts: dict[str, Tensor]  # what the losses are divided by
 
 
 def make_context(cfg: Config, batch: Batch, mesh: Mesh, training: bool, split: bool = True) -> Context:
@@ -52,7 +52,8 @@ def make_context(cfg: Config, batch: Batch, mesh: Mesh, training: bool, split: b
     return Context(cfg.model.encoder or EncoderConfig(), cfg.model.decoder, **lengths, utterance_frames=_utterance_frames(cfg, batch),
                    dtype=DTYPES[cfg.precision], ep_group=mesh.ep_group, ep_dispatch=cfg.parallel.ep_dispatch,
                    keep_hidden=keeps_hidden(cfg), cp_group=mesh.cp_group if split else None, tp_group=mesh.tp_group if split else None,
-                   split_group=mesh.split_group if split else None, cp_split=cfg.parallel.cp_split, cp_attention=cfg.parallel.cp_attention,
+                   split_group=mesh.split_group if split else None, stage_group=mesh.stage_group if split else None,
+                   cp_split=cfg.parallel.cp_split, cp_attention=cfg.parallel.cp_attention,
                    draw=batch.get("draw", batch["positions_T"].new_zeros(())), training=training, projector=cfg.model.projector)
 
 
@@ -189,7 +190,7 @@ def warm_up(cfg: Config, mesh: Mesh, engine: Engine, state: State, row: Batch) -
                                                      device=mesh.device, requires_grad=stage.learns_before)
         part, context = own_part(cfg, row, mesh, training=True)
         run = Pass(engine, leaves, context)
-        loss, y_TD, _ = row_loss(run, part, {"lm": one, "ctc": one}, cfg, stage, x_TD)
+        loss, y_TD, _ = row_loss(run, part, {"lm": one, "ctc": one, "balance": one}, cfg, stage, x_TD)
         part_gradients(stage, Part(run, x_TD, y_TD, loss), y_TD, [leaves[name] for name in trained_paths(cfg, stage)])
 
 
@@ -270,14 +271,15 @@ def row_loss(run: Pass, batch: Batch, counts: dict[str, Tensor], cfg: Config, st
     """A stage's share of the global loss of a row (None where it has none), the hidden states for the next stage (None behind the last),
     and sums for metrics and buffers.
 
-    :param counts: global label counts over all ranks and micro-batches; the only place where a loss is divided by a count.
+    :param counts: see `label_counts`; the only place where a loss is divided by a count of the whole step
     :param stage: None: the whole model
     :param x_TD: hidden states of the stage before
     """
     stage = stage or speech_lm.whole(cfg.model)
     y_TD, losses, stats = speech_lm.part(run, stage, x_TD, batch, run.context, cfg)
     shares = {name: value / counts[name].clamp(min=1) for name, value in losses.items()}
-    terms = [shares[name] * weight for name, weight in (("lm", 1.0), ("ctc", cfg.train.ctc_weight)) if name in shares]
+    weights = {"lm": 1.0, "ctc": cfg.train.ctc_weight, "balance": cfg.model.decoder.aux_loss_coeff}
+    terms = [share * weights[name] for name, share in shares.items()]
     total = functools.reduce(torch.add, terms) if terms else None
     return total, None if stage.ends else y_TD, stats | {f"loss_{name}": share for name, share in shares.items()}
 
@@ -288,12 +290,13 @@ def to_device(batch: dict[str, Any], mesh: Mesh) -> Batch:
 
 
 def label_counts(batches: Sequence[Batch], mesh: Mesh) -> dict[str, Tensor]:
-    """Supervised tokens ("lm") and transcript tokens ("ctc") over all micro-batches and all ranks that have rows of their own."""
+    """Supervised tokens ("lm") and transcript tokens ("ctc") over all micro-batches and all ranks that have rows of their own, and the
+    micro-batches of a rank ("balance")."""
     lm = sum(((b["labels_T"] != -100).sum() for b in batches), torch.zeros((), dtype=torch.int64, device=mesh.device))
     ctc = sum((b["ctc_lengths_U"].sum() for b in batches), torch.zeros((), dtype=torch.int64, device=mesh.device))
     both = torch.stack([lm, ctc])
     sum_over_ranks(both, mesh.dp_group)
-    return {"lm": both[0], "ctc": both[1]}
+    return {"lm": both[0], "ctc": both[1], "balance": torch.full_like(lm, len(batches))}
 
 
 def all_reduce_together(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -44,7 +44,7 @@ NOT_NEGATIVE = (
     "train.checkpoint_every", "optimizer.lr", "optimizer.min_lr", "optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.clip_norm",
     "model.lora.rank", "model.lora.alpha", "model.lora.dropout", "generation.temperature",
     "model.encoder.n_layers", "model.projector.hidden", "model.decoder.mlp_ffn", "model.decoder.shared_ffn", "model.decoder.moe_latent",
-    "model.decoder.bias_update_rate",
+    "model.decoder.bias_update_rate", "model.decoder.aux_loss_coeff",
 )
 
 

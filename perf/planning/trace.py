@@ -206,7 +206,8 @@ def meeting(n_experts: int, top_k: int, ranks: int) -> float:
 def axes(places: Mesh) -> dict[str, tuple[str, list[int]]]:
     """What each process group is for, all of it where axes have the same ranks, and its ranks."""
     named = {"tp": places.tp_group, "cp": places.cp_group, "ep": places.ep_group, "cp and tp": places.split_group,
-             "pp": places.pp_group if places.sizes.pp > 1 else None, "ends of pp": places.ends_group}
+             "pp": places.pp_group if places.sizes.pp > 1 else None, "ends of pp": places.ends_group,
+             "stage": places.stage_group}
     for view, label in ((places.dense, "shards"), (places.tensor, "shards of tp"), (places.experts, "shards of experts")):
         if view is not None:
             named |= {label: view.get_group("shard"), f"copies of {label}": view.get_group("replicate")}

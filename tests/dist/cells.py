@@ -1,6 +1,7 @@
 """What the matrix of layouts compares: the cells, the small model that all of them train, and the rows that it sees."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ ROWS = {  # kind -> size of a row
     "mixed": "{tokens: 96, audio_frames: 48, utterances: 6, utterance_frames: 16, label_tokens: 12}",
     "lengths": "{tokens: 768, audio_frames: 48, utterances: 8, utterance_frames: 16, label_tokens: 700}",
 }
+JOINED = "{tokens: 384, audio_frames: 192, utterances: 24, utterance_frames: 16, label_tokens: 12}"  # four "mixed" ones
 SHORT_AND_LONG = (1, 2, 3, 5, 7, 8, 9, 698)  # tokens of the utterances of a "lengths" row
 MODEL = (  # a width of 25: shards are uneven, and of 8 one is empty
     "+experiment=digits", "compile.enabled=false", "train.steps=10", "train.ctc_weight=0.3", "optimizer.warmup_steps=2", "optimizer.eps=1e-6",
@@ -37,6 +39,7 @@ VARIANT = (
     "model.encoder.bias=false",  # of a bias before a batch norm the true gradient is 0
     "model.projector.conformer={d_model: 8, n_layers: 1, n_heads: 2, conv_kernel: 3, bias: false}",
 )
+BALANCED = ("model.decoder.aux_loss_coeff=0.2", "model.decoder.pattern=ME*E-")
 ADAPTERS = ("model.lora.rank=3", "model.lora.dora=true", "model.lora.dropout=0.2", "model.decoder.moe_latent=12",
             r"model.lora.targets=['encoder\.','projector','decoder\.layers\.[013]\.','decoder\.layers\.2\.(shared|latent)']")
 GLM_ASR = ("model.encoder.kind=glm_asr", "train.ctc_weight=0", "model.projector.hidden=20")
@@ -59,18 +62,21 @@ class Cell:
     compiled: str = ""  # compile.scope, or nothing for eager
     quick: bool = False  # whether it is one of those that run in `make test`
     own: tuple[str, ...] = ()  # overrides of this cell alone
+    joined: bool = False  # the single process has all utterances in one row: for losses that are no sum over rows
 
     @property
     def reference(self) -> "Cell":
         """The run of one process that it must equal."""
-        return Cell(f"{self.rows} {self.kind} {' '.join(self.model)} {self.starved}", 1, {}, self.rows, self.kind, self.model, self.starved)
+        name = f"{self.rows} {self.kind} {' '.join(self.model)} {self.starved} {self.joined}"
+        return Cell(name, 1, {}, self.rows, self.kind, self.model, self.starved, joined=self.joined)
 
     def config(self, precision: str) -> Config:
         """The whole configuration, with the accumulation that brings all rows into one step."""
         own = [f"parallel.{key}={value}" for key, value in self.parallel.items()]
         compiled = ["compile.enabled=true", f"compile.scope={self.compiled}"] if self.compiled else []
-        cfg, _ = config.load([*MODEL, f"data.rows=[{ROWS[self.kind]}]", f"precision={precision}", *compiled, *self.model, *self.own, *own])
-        cfg.train.accumulate = self.rows // sizes(cfg.parallel, self.world).dp
+        sizes_of_rows = f"{ROWS[self.kind]},{JOINED}" if self.joined else ROWS[self.kind]
+        cfg, _ = config.load([*MODEL, f"data.rows=[{sizes_of_rows}]", f"precision={precision}", *compiled, *self.model, *self.own, *own])
+        cfg.train.accumulate = 1 if self.joined else self.rows // sizes(cfg.parallel, self.world).dp
         return cfg
 
 
@@ -143,6 +149,7 @@ def cells() -> list[Cell]:
         Cell("hsdp 2 x 4, ep 2", 8, {"dp_replicate": 2, "ep": 2}, rows=8),
         Cell("hsdp 2 x 4, ep 4, zero 1", 8, {"dp_replicate": 2, "ep": 4, "zero_stage": 1}, rows=8),
         *pipelines(),
+        *balanced(),
         *compiled(2, "layer", {"zero 3": {}, "zero 2": {"zero_stage": 2}, "ep 2": {"ep": 2}, "tp 2": {"tp": 2}, "cp 2": {"cp": 2}}),
         *compiled(2, "layer", {"ep 2, all to all": {"ep": 2, "ep_dispatch": "alltoall"}}),
         Cell("cp 2, each document cut, graphs of a layer", 2, DOCUMENT, compiled="layer", model=("data.multiple=4",)),
@@ -207,6 +214,29 @@ def pipelines() -> list[Cell]:
     ]
 
 
+def balanced() -> list[Cell]:
+    """Cells whose experts are balanced by a loss over the rows of all ranks, one row a rank."""
+    def cell(name: str, world: int, rows: int, keys: dict[str, object], **more: Any) -> Cell:
+        return Cell(f"{name}, experts balanced by a loss", world, keys, rows=rows, model=BALANCED, joined=rows > 1, **more)
+
+    return [
+        cell("dp 2", 2, 2, {}),
+        cell("ep 2", 2, 2, {"ep": 2}),
+        cell("ep 2, all to all", 2, 2, {"ep": 2, "ep_dispatch": "alltoall"}),
+        cell("cp 2", 2, 1, {"cp": 2}),
+        cell("tp 2", 2, 1, {"tp": 2}),
+        cell("pp 2", 2, 1, {"pp": 2}),
+        cell("dp 4, zero 0", 4, 4, {"zero_stage": 0}),
+        cell("pp 2, dp 2", 4, 2, {"pp": 2}, quick=True),
+        cell("dp 2, cp 2, ep 4, recomputed but for exchanges", 4, 2, {"cp": 2, "ep": 4}, own=SELECTIVE, quick=True),
+        cell("hsdp 2 x 1, tp 2, ep 2, recomputed", 4, 2, {"dp_replicate": 2, "tp": 2, "ep": 2}, own=CHECKPOINTED),
+        cell("pp 2, cp 2, dp 2", 8, 2, {"pp": 2, "cp": 2}),
+        cell("dp 2, graphs of a layer", 2, 2, {}, compiled="layer"),
+        cell("cp 2, recomputed but for exchanges, graphs of a layer", 2, 1, {"cp": 2}, own=SELECTIVE, compiled="layer"),
+        cell("dp 2, graphs of a step", 2, 2, {}, compiled="step"),
+    ]
+
+
 def rings() -> list[Cell]:
     """Cells whose keys and values go round the ranks of cp."""
     ring = {"cp_attention": "ring"}
@@ -230,7 +260,22 @@ def compiled(world: int, scope: str, layouts: dict[str, dict[str, object]]) -> l
 def batches(cfg: Config, cell: Cell) -> list[Batch]:
     """The rows of the global batch: very different numbers of labels, row 1 without audio, row 2 without anything, and at the end of each
     some padding. A "lengths" row has utterances of 1 to 698 tokens, without audio."""
-    made = []
+    return [_packed(cfg, examples, 0) for examples in _utterances(cell)]
+
+
+def joined_row(cfg: Config, cell: Cell) -> Batch:
+    """The same utterances in one row."""
+    return _packed(cfg, [example for examples in _utterances(cell) for example in examples], 1)
+
+
+def _packed(cfg: Config, examples: list[Example], size: int) -> Batch:
+    row = pack_row(examples, cfg.data.rows[size], cfg.data.encoder, multiple=cfg.data.multiple, queries=cfg.data.queries)
+    return {name: torch.from_numpy(value) for name, value in row.items()}
+
+
+def _utterances(cell: Cell) -> list[list[Example]]:
+    """Those of each row."""
+    rows = []
     for number in range(cell.rows):
         rng = np.random.default_rng(number)
         if cell.kind == "lengths":
@@ -240,9 +285,8 @@ def batches(cfg: Config, cell: Cell) -> list[Batch]:
         else:
             seconds = [0.0] * 5 if number == 1 else rng.uniform(0.1, 1.2, size=2 + number % 3)
             examples = [_spoken(rng, sec, int(rng.integers(0, 4)), int(rng.integers(1, 3 + 7 * (number % 2)))) for sec in seconds]
-        made.append({name: torch.from_numpy(value) for name, value in pack_row(
-            examples, cfg.data.rows[0], cfg.data.encoder, multiple=cfg.data.multiple, queries=cfg.data.queries).items()})
-    return made
+        rows.append(examples)
+    return rows
 
 
 def _spoken(rng: np.random.Generator, seconds: float, prompt: int, answer: int) -> Example:

@@ -27,7 +27,7 @@ from parallel import sharding
 from parallel.collectives import gather_objects
 from parallel.mesh import Mesh, make_mesh, start_processes
 from tests.dist import deep_ep
-from tests.dist.cells import Cell, batches, cells
+from tests.dist.cells import Cell, batches, cells, joined_row
 from tests.dist.first import gradient_error, worst
 from tests.dist.launch import leave
 from training.engine import Engine, Pass
@@ -69,6 +69,8 @@ def run(cell: Cell, precision: str) -> dict[str, Any]:
                 buffer[len(buffer) // 2 :] = -100
     engine = make_engine(cfg, mesh)
     rows = batches(cfg, cell)[mesh.dp_rank * cfg.train.accumulate :][: cfg.train.accumulate]
+    if cell.joined and mesh.world == 1:
+        rows = [joined_row(cfg, cell)]
     comms = CommDebugMode()
     comms.comm_registry.add(torch.ops._c10d_functional.all_reduce_)
     with nullcontext() if cell.compiled else comms:  # nothing compiles under such a mode

@@ -65,7 +65,7 @@ def test_router_chooses_and_weighs_as_transformers(transformers, change):
     layers, w, _ = nemotron(transformers, cfg)
     h = torch.randn(50, cfg.d_model)
     _, their_weights, their_ids = layers[0].mixer.gate(h)
-    ids, chosen = moe.route(w["router"], h, cfg)
+    ids, chosen, _ = moe.route(w["router"], h, cfg)
     ids, order = ids.sort()
     their_ids, their_order = their_ids.sort()
     assert torch.equal(ids, their_ids)
@@ -102,7 +102,7 @@ def test_softmax_router():
     cfg = dataclasses.replace(CFG, router="softmax", n_group=1, routed_scaling=1.0, top_k=3)
     w, h = weights(cfg)["router"], torch.randn(40, cfg.d_model)
     w["bias"].zero_()
-    ids, chosen = moe.route(w, h, cfg)
+    ids, chosen, _ = moe.route(w, h, cfg)
     scores = torch.softmax((h @ w["weight"].T).double(), -1)
     best = scores.topk(3)
     assert torch.equal(ids.sort().values, best.indices.sort().values)
@@ -113,7 +113,7 @@ def test_softmax_router():
 def test_forced_balance_gives_all_experts_as_many_tokens():
     cfg = dataclasses.replace(CFG, force_balance=True, top_k=3)
     w, h = weights(cfg)["router"], torch.randn(40, cfg.d_model)
-    ids, chosen = moe.route(w, h, cfg)
+    ids, chosen, _ = moe.route(w, h, cfg)
     assert ids.flatten().bincount().tolist() == [15] * 8
     assert all(len(set(row)) == 3 for row in ids.tolist())
     scores = torch.sigmoid(h @ w["weight"].T).gather(1, ids)
@@ -124,7 +124,7 @@ def test_score_correction_moves_the_choice_alone():
     cfg = dataclasses.replace(CFG, n_group=1, norm_topk=False, routed_scaling=1.0)
     w, h = weights(cfg)["router"], torch.randn(40, cfg.d_model)
     w["bias"] = torch.zeros(cfg.n_experts).index_fill(0, torch.tensor([2, 5]), 10.0)
-    ids, chosen = moe.route(w, h, cfg)
+    ids, chosen, _ = moe.route(w, h, cfg)
     assert torch.equal(ids.sort().values, torch.tensor([[2, 5]]).expand(40, 2))
     torch.testing.assert_close(chosen, torch.sigmoid(h @ w["weight"].T).gather(1, ids))
 
@@ -134,7 +134,7 @@ def test_experts_of_other_groups_are_out_whatever_the_correction():
     cfg = dataclasses.replace(CFG, n_group=4, topk_group=1)
     w, h = weights(cfg)["router"], torch.randn(40, cfg.d_model)
     w["bias"] = torch.full((cfg.n_experts,), -2.0)
-    ids, _ = moe.route(w, h, cfg)
+    ids, _, _ = moe.route(w, h, cfg)
     best = torch.sigmoid(h @ w["weight"].T).unflatten(1, (4, 2)).sum(-1).argmax(1)
     assert torch.equal(ids.sort().values, torch.stack((2 * best, 2 * best + 1), 1))
 
@@ -142,8 +142,8 @@ def test_experts_of_other_groups_are_out_whatever_the_correction():
 def test_router_is_in_fp32_for_bf16_inputs():
     w, h = weights(CFG)["router"], torch.randn(40, CFG.d_model).bfloat16()
     w["weight"] = w["weight"].bfloat16()
-    ids, chosen = moe.route(w, h, CFG)
-    wide_ids, wide = moe.route({"weight": w["weight"].float(), "bias": w["bias"]}, h.float(), CFG)
+    ids, chosen, _ = moe.route(w, h, CFG)
+    wide_ids, wide, _ = moe.route({"weight": w["weight"].float(), "bias": w["bias"]}, h.float(), CFG)
     assert chosen.dtype == torch.float32
     assert torch.equal(ids, wide_ids)
     assert torch.equal(chosen, wide)
@@ -156,7 +156,7 @@ def test_layer_is_a_sum_over_chosen_experts(change):
     w, x = weights(cfg), torch.randn(13, cfg.d_model)
     y, _ = moe.forward(w, x, context(cfg, 13))
     h = x / (x.square().mean(-1, keepdim=True) + cfg.norm_eps).sqrt() * w["norm"]
-    ids, chosen = moe.route(w["router"], h, cfg)
+    ids, chosen, _ = moe.route(w["router"], h, cfg)
 
     def act(z: Tensor) -> Tensor:
         if cfg.activation == "relu2":
@@ -180,7 +180,7 @@ def test_load_counts_real_tokens():
     alone, stats_alone = moe.forward(w, x[:23], context(CFG, 23))
     assert torch.equal(stats["expert_load"], stats_alone["expert_load"])
     assert int(stats["expert_load"].sum()) == 23 * CFG.top_k
-    ids, _ = moe.route(w["router"], moe.rms_norm(x[:23], w["norm"], CFG.norm_eps), CFG)
+    ids, _, _ = moe.route(w["router"], moe.rms_norm(x[:23], w["norm"], CFG.norm_eps), CFG)
     assert stats["expert_load"].tolist() == torch.bincount(ids.flatten(), minlength=CFG.n_experts).tolist()
     torch.testing.assert_close(y[:23], alone, rtol=1e-5, atol=1e-5)
 
@@ -199,6 +199,40 @@ def test_balancing_raises_the_experts_with_little_load():
     assert moe.update(buffers, load, cfg)["router.bias"].tolist() == [0.625, 0.0, -1.125, 2.0]
     assert moe.update(buffers, load, dataclasses.replace(CFG, bias_update_rate=0.0)) == buffers
     assert buffers["router.bias"].tolist() == [0.5, 0.0, -1.0, 2.0]
+
+
+@pytest.mark.parametrize("router", ["sigmoid", "softmax"])
+def test_balance_loss_is_that_of_gshard_over_real_tokens(router):
+    """E sum_e f_e P_e by loops over tokens, and its gradient: that of the scores times E f_e, through the normalisation."""
+    cfg = dataclasses.replace(CFG, router=router, n_group=1, aux_loss_coeff=0.5)
+    w, x = params.map_named(lambda _, t: t.double(), weights(cfg)), torch.randn(30, cfg.d_model, dtype=torch.float64)
+    w["router"]["weight"].requires_grad_()
+    _, stats = moe.forward(w, x, context(cfg, 30, padding=7))
+    (grad,) = torch.autograd.grad(stats["balance"], w["router"]["weight"])
+    h = x / (x.square().mean(-1, keepdim=True) + cfg.norm_eps).sqrt() * w["norm"]
+    logits = h[:23] @ w["router"]["weight"].detach().T
+    scores = logits.sigmoid() if router == "sigmoid" else logits.exp()
+    p, f = scores / scores.sum(1, keepdim=True), torch.zeros(8, dtype=torch.float64)
+    for score in scores / (1 if router == "sigmoid" else scores.sum(1, keepdim=True)) + w["router"]["bias"]:
+        for e in score.argsort()[-2:]:
+            f[e] += 1 / (23 * 2)
+    torch.testing.assert_close(stats["balance"].detach(), 8 * (f * p.mean(0)).sum(), rtol=1e-12, atol=0)
+    slope = scores * (1 - scores) if router == "sigmoid" else scores  # of a score by its logit
+    expected = (8 / 23 * (f - (p @ f)[:, None]) * slope / scores.sum(1, keepdim=True)).T @ h[:23]
+    torch.testing.assert_close(grad, expected, rtol=1e-10, atol=1e-14)
+
+
+def test_balance_loss_is_one_for_an_even_choice_and_most_where_one_expert_has_all():
+    cfg = dataclasses.replace(CFG, n_experts=4, top_k=1)
+    real = torch.ones(6, dtype=torch.bool)
+    even, one = torch.full((6, 4), 0.3), torch.tensor([[0.0, 0.7, 0.0, 0.0]]).expand(6, 4)
+    assert moe.balance_loss(even, real, torch.tensor([2, 1, 2, 1]), cfg) == pytest.approx(1)
+    assert moe.balance_loss(one, real, torch.tensor([0, 6, 0, 0]), cfg) == pytest.approx(4)
+    assert moe.balance_loss(one, torch.zeros_like(real), torch.tensor([0, 0, 0, 0]), cfg) == 0
+
+
+def test_without_a_coefficient_there_is_no_balance_loss():
+    assert set(moe.forward(weights(CFG), torch.randn(9, CFG.d_model), context(CFG, 9))[1]) == {"expert_load"}
 
 
 def test_split_experts_compute_their_part(monkeypatch):

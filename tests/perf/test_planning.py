@@ -328,6 +328,17 @@ def test_a_ring_hands_keys_on_and_their_gradients_back() -> None:
     assert work[0] == pytest.approx(work[1])
 
 
+@pytest.mark.parametrize(("parallel", "ranks"), [("dp_replicate", 4), ("pp", 2)])
+def test_a_loss_that_balances_experts_adds_their_counts_up_over_the_stage_once_a_layer(parallel: str, ranks: int) -> None:
+    text = [*TEXT, "model.decoder.pattern=EE", "parallel.ep=1", f"parallel.{parallel}=2", "train.activation_checkpointing=selective"]
+    without, found = (planner.plan(config.load([*text, f"model.decoder.aux_loss_coeff={weight}"])[0], 4, H100) for weight in (0, 0.1))
+    counts = 2 * (ranks - 1) / ranks * 8 * found.cfg.model.decoder.n_experts  # received of an all-reduce of 64-bit numbers
+    for trace in found.traces:
+        sent = [size for name, size in bytes_by_axis(trace).items() if name.endswith("all_reduce in layers")]
+        assert sent == [2 * counts / len(found.traces)]
+    assert not any("all_reduce in layers" in name for trace in without.traces for name in bytes_by_axis(trace))
+
+
 @pytest.mark.parametrize(("utterances", "own"), [
     (1, 4 * (2 * 32 ** 2 + 32) / (256 * 257 / 2)),  # a rank's two chunks of 32 see themselves, and the later one all of the earlier
     (8, 1.0),  # documents of a chunk

@@ -67,21 +67,27 @@ def test_gradients_travel_as_configured() -> None:
         assert {group.sums for unit in engine.units.values() for group in unit.groups} == {sums}
 
 
-def test_loss_is_one_mean_over_all_micro_batches(parts: tuple[Config, Mesh, Engine]) -> None:
-    cfg, mesh, engine = parts
+def test_loss_is_one_mean_over_all_micro_batches() -> None:
+    """Labels count alike wherever they are, and the loss that balances experts is a mean of micro-batches."""
+    start_processes(torch.device("cpu"))
+    cfg, _ = config.load([*SMALL, "model.decoder.pattern=EME", "model.decoder.aux_loss_coeff=0.2"])
+    mesh = make_mesh(cfg.parallel, torch.device("cpu"))
+    engine = make_engine(cfg, mesh)
     state, batches = start(cfg, mesh), rows(cfg, 0)
     got = make_gradients(cfg, mesh, engine)(state, batches)
-    leaves, lm, ctc, frames = state.leaves(), torch.zeros(()), torch.zeros(()), 0.0
+    leaves, lm, ctc, balance, frames = state.leaves(), torch.zeros(()), torch.zeros(()), torch.zeros(()), 0.0
     for batch in batches:
         run = Pass(engine, leaves, make_context(cfg, batch, mesh, training=True))
         _, losses, stats = speech_lm.part(run, speech_lm.whole(cfg.model), None, batch, run.context, cfg)
-        lm, ctc = lm + losses["lm"], ctc + losses["ctc"]
+        lm, ctc, balance = lm + losses["lm"], ctc + losses["ctc"], balance + losses["balance"]
         frames += stats["encoder.layers.1.frames"].item()
     utterances = sum(int((b["ctc_lengths_U"] > 0).sum()) for b in batches)
     tokens = sum(int((b["labels_T"] >= 0).sum()) for b in batches)  # transcripts and one end token each
-    expected = lm / tokens + 0.3 * ctc / (tokens - utterances)
+    expected = lm / tokens + 0.3 * ctc / (tokens - utterances) + 0.2 * balance / len(batches)
     assert got.sums["loss"].item() == pytest.approx(expected.item(), rel=1e-6)
     assert got.sums["loss_ctc"].item() == pytest.approx(ctc.item() / (tokens - utterances), rel=1e-6)
+    assert got.sums["loss_balance"].item() == pytest.approx(balance.item() / len(batches), rel=1e-6)
+    assert len(batches) > 1
     assert got.sums["encoder.layers.1.frames"].item() == frames
     assert got.counts["lm"].item() == tokens
     weights = [leaves[name] for name in state.params]
