@@ -6,7 +6,7 @@ alltoall: a token travels once to each rank that has one of its experts, at most
 is read on the host, once a layer and pass, because the sizes of the exchange depend on it.
 deepep: the same by another library (parallel/deepep.py).
 
-With the first two, what needs no other rank runs beside the way out, and in backward beside the way back.
+What needs no other rank runs beside the way out, and in backward beside the way back.
 """
 
 from collections.abc import Callable
@@ -89,9 +89,11 @@ def _by_all_to_all(experts: Experts, x_TD: Tensor, ids_TK: Tensor, weights_TK: T
 
 def _by_deepep(experts: Experts, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, n_local: int, group: ProcessGroup,
                beside: Callable[[], Result]) -> tuple[Tensor, Result]:
-    x_RD, ids_RK, weights_RK, key = deepep.dispatch(x_TD, ids_TK, weights_TK, n_local * group.size(), group)
+    begun = deepep.dispatch_start(x_TD, ids_TK, weights_TK, n_local * group.size(), group)
+    own = beside()
+    x_RD, ids_RK, weights_RK, key = deepep.dispatch_wait(begun, group)
     y_RD = experts(x_RD, ids_RK, weights_RK)
-    return deepep.combine(y_RD.contiguous(), key, len(x_TD), group), beside()
+    return deepep.combine(y_RD.contiguous(), key, len(x_TD), group), own
 
 
 def spread(x_TD: Tensor, token_R: Tensor, slots_TW: Tensor) -> Tensor:

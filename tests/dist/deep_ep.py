@@ -1,5 +1,9 @@
-"""Stands for the package deep_ep: its documented signatures, for tensors of any dtype over any backend of torch.distributed."""
+"""Stands for the package deep_ep: its documented signatures, for tensors of any dtype over any backend of torch.distributed.
 
+With async_finish nothing is read or sent before the event is waited for: until then the results are -7.
+"""
+
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +20,21 @@ class Config:
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         return 0
+
+
+class Event:
+    """A transfer from `read()` into each of `results`, which happens once, at the first wait."""
+
+    def __init__(self, results: list[Tensor], read: Callable[[], list[Tensor]]):
+        self.results, self.read, self.done = results, read, False
+        for t in results:
+            t.fill_(-7)
+
+    def current_stream_wait(self) -> None:
+        if not self.done:
+            self.done = True
+            for t, value in zip(self.results, self.read(), strict=True):
+                t.data.copy_(value)  # as a stream does: autograd does not see it
 
 
 class Buffer:
@@ -44,7 +63,8 @@ class Buffer:
 
     def dispatch(self, x: Tensor, handle: Any = None, num_tokens_per_rank: Tensor | None = None, num_tokens_per_rdma_rank: Tensor | None = None,
                  is_token_in_rank: Tensor | None = None, num_tokens_per_expert: Tensor | None = None, topk_idx: Tensor | None = None,
-                 topk_weights: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor | None, list[int] | None, Any, Any]:
+                 topk_weights: Tensor | None = None, async_finish: bool = False,
+                 ) -> tuple[Tensor, Tensor | None, Tensor | None, list[int] | None, Any, Any]:
         if handle is not None:
             assert topk_idx is None
             assert topk_weights is None
@@ -60,14 +80,28 @@ class Buffer:
         dist.all_to_all_single(received, num_tokens_per_rank, group=self.group)
         handle = len(x), is_token_in_rank.t().nonzero()[:, 1], sent, received.tolist()
         own = len(num_tokens_per_expert) // self.group.size()
-        local = self._send(topk_idx, handle) - self.group.rank() * own
-        here = (local >= 0) & (local < own)
-        weights = torch.where(here, self._send(topk_weights, handle), 0)
-        counts = torch.bincount(local[here], minlength=own).tolist()
-        return self._send(x, handle), torch.where(here, local, -1), weights, counts, handle, SimpleNamespace()
 
-    def combine(self, x: Tensor, handle: Any, topk_weights: Tensor | None = None) -> tuple[Tensor, Tensor | None, Any]:
-        return self._back(x, handle), None if topk_weights is None else self._back(topk_weights, handle), SimpleNamespace()
+        def read() -> list[Tensor]:
+            local = self._send(topk_idx, handle) - self.group.rank() * own
+            here = (local >= 0) & (local < own)
+            return [self._send(x, handle), torch.where(here, local, -1), torch.where(here, self._send(topk_weights, handle), 0)]
+
+        results, event = self._given([t.new_empty(sum(handle[3]), t.shape[1]) for t in (x, topk_idx, topk_weights)], read, async_finish)
+        return *results, None, handle, event
+
+    def combine(self, x: Tensor, handle: Any, topk_weights: Tensor | None = None,
+                async_finish: bool = False) -> tuple[Tensor, Tensor | None, Any]:
+        sent = [x] if topk_weights is None else [x, topk_weights]
+        results, event = self._given([t.new_empty(handle[0], t.shape[1]) for t in sent], lambda: [self._back(t, handle) for t in sent],
+                                     async_finish)
+        return results[0], results[1] if len(results) > 1 else None, event
+
+    @staticmethod
+    def _given(results: list[Tensor], read: Callable[[], list[Tensor]], async_finish: bool) -> tuple[list[Tensor], Event]:
+        event = Event(results, read)
+        if not async_finish:
+            event.current_stream_wait()
+        return results, event
 
     def _send(self, x: Tensor, handle: Any) -> Tensor:
         _, token, sent, received = handle
