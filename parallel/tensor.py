@@ -89,34 +89,36 @@ def cross_entropy(h_TD: Tensor, table_VD: Tensor, rows: int, vocabulary: int, la
     :param rows: of the table, of which those from `vocabulary` on are padding
     """
     first, count = chunk_bounds(rows, group.size(), group.rank())
-    return _VocabularyLoss.apply(h_TD, take(table_VD, [(first, count)]), labels_T, first, vocabulary, group)
+    grads = [torch.is_grad_enabled() and t.requires_grad for t in (h_TD, table_VD)]
+    return _VocabularyLoss.apply(h_TD, take(table_VD, [(first, count)]), labels_T, first, vocabulary, group, *grads)
 
 
 class _VocabularyLoss(torch.autograd.Function):
-    """Keeps no logits: backward computes them again, a chunk of rows at a time."""
+    """Like kernels.linear_cross_entropy: forward computes the gradients for a loss of weight 1 while a chunk's logits are at hand, backward
+    scales them. What the softmax needs of the other ranks, two numbers a row, is gathered once a chunk."""
 
     @staticmethod
-    def forward(ctx: Any, h_TD: Tensor, table_VD: Tensor, labels_T: Tensor, first: int, vocabulary: int, group: ProcessGroup) -> Tensor:
-        chunks = zip(h_TD.split(CHUNK), labels_T.split(CHUNK), strict=True)
-        local_2T = torch.cat([_statistics(_logits(h, table_VD, vocabulary - first), labels - first) for h, labels in chunks], 1)
-        ranks = wait(all_gather_start(local_2T, group)).unflatten(0, (group.size(), 2))
-        lse_T, chosen_T = ranks[:, 0].logsumexp(0), ranks[:, 1].sum(0)
-        ctx.first, ctx.real = first, vocabulary - first
-        ctx.save_for_backward(h_TD, table_VD, labels_T, lse_T)
-        return torch.where(labels_T == -100, 0, lse_T - chosen_T).sum() / group.size()
+    def forward(ctx: Any, h_TD: Tensor, table_VD: Tensor, labels_T: Tensor, first: int, vocabulary: int, group: ProcessGroup, h_grad: bool,
+                table_grad: bool) -> Tensor:
+        losses, dh = [], []
+        dtable_VD = torch.zeros_like(table_VD, dtype=torch.promote_types(table_VD.dtype, torch.float32)) if table_grad else None
+        for h, labels in zip(h_TD.split(CHUNK), labels_T.split(CHUNK), strict=True):
+            logits = _logits(h, table_VD, vocabulary - first)
+            ranks = wait(all_gather_start(_statistics(logits, labels - first), group)).unflatten(0, (group.size(), 2))
+            lse, chosen = ranks[:, 0].logsumexp(0), ranks[:, 1].sum(0)
+            losses.append(torch.where(labels == -100, 0, lse - chosen).sum())
+            if h_grad or table_grad:
+                dlogits = _gradient(logits, lse, labels, first).to(h.dtype)
+            if h_grad:
+                dh.append(dlogits @ table_VD)
+            if dtable_VD is not None:
+                dtable_VD = dtable_VD + dlogits.t() @ h
+        ctx.save_for_backward(torch.cat(dh) if h_grad else None, None if dtable_VD is None else dtable_VD.to(table_VD.dtype))
+        return torch.stack(losses).sum() / group.size()
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> Any:
-        h_TD, table_VD, labels_T, lse_T = ctx.saved_tensors
-        dh, dtable_VD = [], torch.zeros_like(table_VD, dtype=lse_T.dtype) if ctx.needs_input_grad[1] else None
-        for h, labels, lse in zip(*(t.split(CHUNK) for t in (h_TD, labels_T, lse_T)), strict=True):
-            chosen = torch.arange(len(table_VD), device=labels.device) == (labels - ctx.first)[:, None]
-            probabilities = torch.exp(_logits(h, table_VD, ctx.real) - lse[:, None])
-            dlogits = torch.where((labels == -100)[:, None], 0, (probabilities - chosen.to(lse.dtype)) * dloss).to(h.dtype)
-            dh.append(dlogits @ table_VD)
-            if dtable_VD is not None:
-                dtable_VD = dtable_VD + dlogits.t() @ h
-        return torch.cat(dh), None if dtable_VD is None else dtable_VD.to(table_VD.dtype), None, None, None, None
+        return *(None if grad is None else grad * dloss for grad in ctx.saved_tensors), *[None] * 6
 
 
 def _logits(h_TD: Tensor, table_VD: Tensor, real: int) -> Tensor:
@@ -132,6 +134,12 @@ def _statistics(logits_TV: Tensor, ids_T: Tensor) -> Tensor:
     here_T = (ids_T >= 0) & (ids_T < logits_TV.shape[1])
     chosen_T = logits_TV.gather(1, torch.where(here_T, ids_T, 0)[:, None])[:, 0]
     return torch.stack((logits_TV.logsumexp(1), torch.where(here_T, chosen_T, 0)))
+
+
+def _gradient(logits_TV: Tensor, lse_T: Tensor, labels_T: Tensor, first: int) -> Tensor:
+    """Of the loss of each labelled row, whose softmax has this logarithm of its sum over all ranks. [T, V]"""
+    chosen_TV = torch.arange(logits_TV.shape[1], device=labels_T.device) == (labels_T - first)[:, None]
+    return torch.where((labels_T == -100)[:, None], 0, torch.exp(logits_TV - lse_T[:, None]) - chosen_TV.to(lse_T.dtype))
 
 
 def gated_rms_norm(x_TI: Tensor, gate_TI: Tensor, weight_I: Tensor, eps: float, groups: int, group: ProcessGroup) -> Tensor:
