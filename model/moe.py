@@ -102,9 +102,10 @@ def route(w: Tree, h_TD: Tensor, cfg: DecoderConfig) -> tuple[Tensor, Tensor, Te
 
 
 def balance_loss(scores_TE: Tensor, real_T: Tensor, load_E: Tensor, cfg: DecoderConfig) -> Tensor:
-    """This rank's share of E * sum_e f_e P_e (Switch Transformer, GShard), which is 1 where all experts are chosen equally often: f_e is the
-    share of choices that fell on expert e, P_e its mean probability, the token's scores divided by their sum, both over the real tokens of
-    all ranks. The shares of the ranks add up to it, and so do their gradients, since choices have none.
+    """This rank's share of E * sum_e f_e P_e (Switch Transformer, GShard), which is 1 where all experts are chosen equally often.
+
+    f_e is the share of choices that fell on expert e, P_e its mean probability, the token's scores divided by their sum, both over the real
+    tokens of all ranks. The shares of the ranks add up to it, and so do their gradients, since choices have none.
 
     :param load_E: choices of each expert by the tokens of all ranks
     """
