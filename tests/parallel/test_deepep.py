@@ -49,8 +49,9 @@ def test_tokens_go_and_come_back(monkeypatch: pytest.MonkeyPatch, backend: str) 
 def test_what_is_computed_beside_begins_after_and_ends_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deep_ep", deep_ep)
     start_processes(torch.device("cpu"))
-    group, events = dist.group.WORLD, []
+    group = dist.group.WORLD
     assert group is not None
+    events: list[str] = []
     for name in ("dispatch", "combine"):
         monkeypatch.setattr(deep_ep.Buffer, name, _noted(events, getattr(deep_ep.Buffer, name)))
     monkeypatch.setattr(deep_ep.Event, "current_stream_wait", _noted(events, deep_ep.Event.current_stream_wait))
