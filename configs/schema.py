@@ -22,6 +22,7 @@ class EncoderConfig:
     conv_kernel: int = 9  # F: taps of the depthwise convolution, odd
     conv_norm: str = "batch_norm"  # F: batch_norm (masked, running statistics) | layer_norm
     freeze_batch_norm: bool = False  # F: use the running statistics and do not update them
+    sync_batch_norm: bool = False  # F: in training, statistics of the rows of all ranks instead of those of each row
     subsampling_channels: int = 256  # F: channels of the three stride-2 convolutions
     bias: bool = True  # F: biases in linear and convolution layers
     xscaling: bool = False  # F: multiply the subsampled frames by sqrt(d_model)

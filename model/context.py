@@ -39,7 +39,7 @@ class Context:
     cp_split: str = "row"  # what is cut into the parts of these ranks, see parallel/sequence.py
     tp_group: ProcessGroup | None = None  # ranks over which heads and hidden columns are split; None: all are here
     split_group: ProcessGroup | None = None  # the ranks of both, over which the audio of the row is split; None: all of it is here
-    stage_group: ProcessGroup | None = None  # ranks over whose rows experts are balanced, all that run this layer; None: this one alone
+    stage_group: ProcessGroup | None = None  # all ranks that run this layer, over whose rows losses and norms may be; None: this one
     draw: Tensor | None = None  # int64, number of this row among the rows of all steps: what random draws depend on
     training: bool = True
     projector: ProjectorConfig = field(default_factory=ProjectorConfig)

@@ -154,7 +154,7 @@ def _convolution(w: Weights, x_AD: Tensor, ctx: Context) -> tuple[Tensor, Stats]
 
 
 def _batch_norm(w: Weights, x_AD: Tensor, real: Tensor, ctx: Context) -> tuple[Tensor, Stats]:
-    """Per-channel normalisation in fp32, in training by the statistics of the whole row's valid frames."""
+    """Per-channel normalisation in fp32, in training by the statistics of the valid frames of the whole row, or of all ranks' rows."""
     wide = x_AD.to(torch.promote_types(x_AD.dtype, torch.float32))
     stats: Stats = {}
     if ctx.training and not ctx.encoder.freeze_batch_norm:
@@ -162,7 +162,7 @@ def _batch_norm(w: Weights, x_AD: Tensor, real: Tensor, ctx: Context) -> tuple[T
         mean = torch.where(real, wide, 0).sum(0) / frames.clamp(min=1)
         squares = torch.where(real, wide - mean, 0).square().sum(0)
         stats = {"frames": frames, "sum": (frames * mean).detach(), "square_sum": (squares + frames * mean.square()).detach()}
-        mean, var = audio.moments(frames, mean, squares, ctx)
+        mean, var = audio.moments(frames, mean, squares, ctx.stage_group if ctx.encoder.sync_batch_norm else ctx.split_group)
     else:
         mean, var = w["running_mean"], w["running_var"]
     scale = w["weight"].to(wide.dtype) * torch.rsqrt(var + _NORM_EPS)

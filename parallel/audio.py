@@ -6,6 +6,7 @@ CTC head see nothing but the window. The projected frames are gathered, window a
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from model.context import Context
 from model.lengths import COUNTING, FRAME_SAMPLES
@@ -56,12 +57,12 @@ def gather_frames(frames_AD: Tensor, ctx: Context) -> Tensor:
     return frames_AD if ctx.split_group is None else all_gather_grad(frames_AD.contiguous(), ctx.split_group)
 
 
-def moments(count: Tensor, mean_D: Tensor, squares_D: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-    """Mean and variance over the frames of all windows, from each window's number of frames, their mean and their summed squared
+def moments(count: Tensor, mean_D: Tensor, squares_D: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """Mean and variance over the frames of all ranks of a group, from each one's number of frames, their mean and their summed squared
     distances from it."""
-    if ctx.split_group is None:
+    if group is None:
         return mean_D, squares_D / count.clamp(min=1)
-    parts = all_gather_grad(torch.cat((count[None], mean_D, squares_D))[None], ctx.split_group)
+    parts = all_gather_grad(torch.cat((count[None], mean_D, squares_D))[None], group)
     counts_R1, means_RD, squares_RD = parts.split((1, len(mean_D), len(mean_D)), 1)
     total = counts_R1.sum().clamp(min=1)
     mean_D = (counts_R1 * means_RD).sum(0) / total

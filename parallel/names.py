@@ -28,6 +28,7 @@ KEYS = {  # that other systems have and this one has not, with what there is ins
     "defer_fsdp_grad_sync": "set parallel.defer_grad_sync",
     "dispatcher": "set parallel.ep_dispatch",
     "fake_balanced_gate": "set model.decoder.force_balance",
+    "sync_batchnorm": "set model.encoder.sync_batch_norm",
     "moe_aux_loss_coeff": "set model.decoder.aux_loss_coeff",
     "router_aux_loss_coef": "set model.decoder.aux_loss_coeff",
     "ignore_router_for_ac": "a choice of experts is never made twice",

@@ -26,7 +26,8 @@ CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 ROWS_A_RANK = 128  # of embedding and head, a multiple
 PARTS = ("encoder", "projector", "decoder")
 # what the tensors of a published model say nothing about, and its configuration therefore does not decide
-TRAINING_KEYS = ("aux_loss_coeff", "bias_update_rate", "force_balance", "freeze_batch_norm", "init_std", "vocab_multiple")
+TRAINING_KEYS = ("aux_loss_coeff", "bias_update_rate", "force_balance", "freeze_batch_norm", "init_std", "sync_batch_norm",
+                 "vocab_multiple")
 
 
 class ConfigError(ValueError):

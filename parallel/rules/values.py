@@ -6,6 +6,7 @@ from configs.schema import Config
 from parallel.names import kept_share
 from parallel.rules import Environment, rule, value
 
+RATE = 16_000  # Hz, of model/mel.py and data/lengths.py
 CHOICES = {
     "precision": ("bf16", "fp32", "fp64"),
     "compile.scope": ("layer", "step"),
@@ -83,5 +84,22 @@ def ranges(cfg: Config, environment: Environment) -> Iterator[str]:
     for keys, least in ((AT_LEAST_ONE, 1), (NOT_NEGATIVE, 0)):
         for key in present(cfg, keys):
             number = value(cfg, key)
-            if not isinstance(number, (int, float)) or number < least:
+            if not isinstance(number, (int, float)) or not number >= least:  # nan is not
                 yield f"{key}={number} is too small; it must be at least {least}"
+
+
+@rule({"data.sample_rate": 8000},
+      {"optimizer.betas": (0.9, 1.0)},
+      {"optimizer.eps": 0.0},
+      {"model.decoder.time_step_min": 0.2})
+def limits(cfg: Config, environment: Environment) -> Iterator[str]:
+    decoder = cfg.model.decoder
+    if cfg.data.sample_rate != RATE and cfg.model.encoder is not None:
+        yield f"data.sample_rate={cfg.data.sample_rate} is not the {RATE} Hz of the features; leave it at {RATE}, other rates are resampled"
+    if not all(0 <= beta < 1 for beta in cfg.optimizer.betas):
+        yield f"optimizer.betas={list(cfg.optimizer.betas)} must be at least 0 and less than 1; the default is [0.9, 0.98]"
+    if not cfg.optimizer.eps > 0:
+        yield f"optimizer.eps={cfg.optimizer.eps} must be above 0, since moments of 0 are divided by it; the default is 1e-8"
+    if not 0 <= decoder.time_step_min <= decoder.time_step_max:
+        yield (f"model.decoder.time_step_min={decoder.time_step_min} must be at least 0 and at most "
+               f"model.decoder.time_step_max={decoder.time_step_max}; the defaults are 0.001 and 0.1")

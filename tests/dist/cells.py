@@ -39,6 +39,8 @@ VARIANT = (
     "model.encoder.bias=false",  # of a bias before a batch norm the true gradient is 0
     "model.projector.conformer={d_model: 8, n_layers: 1, n_heads: 2, conv_kernel: 3, bias: false}",
 )
+SYNCED = ("model.encoder.conv_norm=batch_norm", "model.encoder.bias=false", "model.encoder.sync_batch_norm=true",
+          "model.projector.conformer={d_model: 8, n_layers: 1, n_heads: 2, conv_kernel: 3, bias: false, sync_batch_norm: true}")
 BALANCED = ("model.decoder.aux_loss_coeff=0.2", "model.decoder.pattern=ME*E-")
 ADAPTERS = ("model.lora.rank=3", "model.lora.dora=true", "model.lora.dropout=0.2", "model.decoder.moe_latent=12",
             r"model.lora.targets=['encoder\.','projector','decoder\.layers\.[013]\.','decoder\.layers\.2\.(shared|latent)']")
@@ -149,7 +151,7 @@ def cells() -> list[Cell]:
         Cell("hsdp 2 x 4, ep 2", 8, {"dp_replicate": 2, "ep": 2}, rows=8),
         Cell("hsdp 2 x 4, ep 4, zero 1", 8, {"dp_replicate": 2, "ep": 4, "zero_stage": 1}, rows=8),
         *pipelines(),
-        *balanced(),
+        *over_all_rows(),
         *compiled(2, "layer", {"zero 3": {}, "zero 2": {"zero_stage": 2}, "ep 2": {"ep": 2}, "tp 2": {"tp": 2}, "cp 2": {"cp": 2}}),
         *compiled(2, "layer", {"ep 2, all to all": {"ep": 2, "ep_dispatch": "alltoall"}}),
         Cell("cp 2, each document cut, graphs of a layer", 2, DOCUMENT, compiled="layer", model=("data.multiple=4",)),
@@ -214,12 +216,20 @@ def pipelines() -> list[Cell]:
     ]
 
 
-def balanced() -> list[Cell]:
-    """Cells whose experts are balanced by a loss over the rows of all ranks, one row a rank."""
+def over_all_rows() -> list[Cell]:
+    """Cells whose experts are balanced by a loss, or whose batch norms have statistics, over the rows of all ranks, one row a rank."""
     def cell(name: str, world: int, rows: int, keys: dict[str, object], **more: Any) -> Cell:
         return Cell(f"{name}, experts balanced by a loss", world, keys, rows=rows, model=BALANCED, joined=rows > 1, **more)
 
+    def synced(name: str, world: int, rows: int, keys: dict[str, object], **more: Any) -> Cell:
+        return Cell(f"{name}, batch norms over all rows", world, keys, rows=rows, model=SYNCED, joined=True, **more)
+
     return [
+        synced("dp 2", 2, 2, {}),
+        synced("dp 4, zero 0", 4, 4, {"zero_stage": 0}, quick=True),
+        synced("dp 2, tp 2", 4, 2, {"tp": 2}),
+        synced("pp 2, dp 2, cp 2, recomputed", 8, 2, {"pp": 2, "cp": 2}, own=CHECKPOINTED),
+        synced("dp 2, graphs of a layer", 2, 2, {}, compiled="layer"),
         cell("dp 2", 2, 2, {}),
         cell("ep 2", 2, 2, {"ep": 2}),
         cell("ep 2, all to all", 2, 2, {"ep": 2, "ep_dispatch": "alltoall"}),

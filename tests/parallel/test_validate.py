@@ -105,6 +105,12 @@ def test_sizes_below_their_least(key: str, least: int) -> None:
      r"^model.decoder.mlp_ffn=30 is not a multiple of 4"),
     ({"parallel.tp": 4, "model.decoder.pattern": "E", "model.decoder.shared_ffn": 30, "data.rows": [RowSize(104, 90, 4, 40, 20)]}, 4,
      r"^model.decoder.shared_ffn=30 is not a multiple of 4"),
+    ({"data.sample_rate": 8000}, 1, r"^data.sample_rate=8000 is not the 16000 Hz of the features; leave it at 16000"),
+    ({"optimizer.betas": (0.9, 1.0)}, 1, r"^optimizer.betas=\[0.9, 1.0\] must be at least 0 and less than 1"),
+    ({"optimizer.betas": (float("nan"), 0.9)}, 1, r"^optimizer.betas=\[nan, 0.9\] must be"),
+    ({"optimizer.eps": 0.0}, 1, r"^optimizer.eps=0.0 must be above 0"),
+    ({"optimizer.lr": float("nan")}, 1, r"^optimizer.lr=nan is too small"),
+    ({"model.decoder.time_step_min": 0.2}, 1, r"^model.decoder.time_step_min=0.2 must be at least 0 and at most"),
     ({"parallel.ep": 2, "parallel.ep_dispatch": "deepep"}, 2,
      r"^parallel.ep_dispatch=deepep needs the package deep_ep and an NVIDIA GPU, which are not here; choose alltoall$"),
     ({"parallel.ep_dispatch": "deepep"}, 1, None),  # nothing is sent

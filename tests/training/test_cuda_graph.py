@@ -46,8 +46,8 @@ class Operators(TorchDispatchMode):
 
 def recorder(state: State) -> Callable[[Callable[[], Tensors]], tuple[Callable[[], object], Tensors]]:
     """In the place of CUDA's, which records without doing: here the state is put back."""
-    kept = [*sharding.local(state.params | state.first).values(), *sharding.local(state.first).values(),
-            *sharding.local(state.second).values(), *state.buffers.values()]
+    sharded = (state.params, state.first, state.second)
+    kept = [*(t for tensors in sharded for t in sharding.local(tensors).values()), *state.buffers.values()]
 
     def record(work: Callable[[], Tensors]) -> tuple[Callable[[], object], Tensors]:
         before = [t.detach().clone() for t in kept]
