@@ -101,7 +101,7 @@ def reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
     """Sum over the ranks, on each of them. No gradient."""
-    return funcol.wait_tensor(funcol.all_reduce(x, "sum", group))
+    return wait(sum_start(x, group))
 
 
 def all_gather_grad(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -95,20 +95,31 @@ def marked(loss: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class Kept(TorchDispatchMode):
+class Watching(TorchDispatchMode):
+    """Is told of every operator that runs."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, AsyncCollectiveTensor) for t in types):
+            return NotImplemented  # which asks again, unwrapped
+        out = func(*args, **(kwargs or {}))
+        self.ran(str(func).removesuffix(".default"), args, out)
+        return out
+
+    def ran(self, name: str, args: Any, out: Any) -> None:
+        """After each of them."""
+        raise NotImplementedError
+
+
+class Kept(Watching):
     """Keeps the tensors of collectives for a while: what one of gloo's threads is the last to give back, the profiler does not see."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tensors: list[Any] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(t, AsyncCollectiveTensor) for t in types):
-            return NotImplemented  # which asks again, unwrapped
-        out = func(*args, **(kwargs or {}))
-        if "c10d" in str(func):
+    def ran(self, name: str, args: Any, out: Any) -> None:
+        if "c10d" in name:
             self.tensors.append((args, out))
-        return out
 
     def let_go(self) -> None:
         """Give back what has been kept, once gloo's threads have."""
@@ -148,16 +159,13 @@ def left(trace: Any) -> int:
     return max(after) - before
 
 
-class Received(TorchDispatchMode):
+class Received(Watching):
     """Counts what each collective brings from other ranks."""
 
     bytes = 0.0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(t, AsyncCollectiveTensor) for t in types):
-            return NotImplemented  # which asks again, unwrapped
-        out = func(*args, **(kwargs or {}))
-        match str(func).removesuffix(".default"):
+    def ran(self, name: str, args: Any, out: Any) -> None:
+        match name:
             case "_c10d_functional.all_gather_into_tensor":
                 self.bytes += out.nbytes - args[0].nbytes
             case "_c10d_functional.reduce_scatter_tensor":
@@ -173,7 +181,6 @@ class Received(TorchDispatchMode):
             case "_c10d_functional.all_to_all_single":
                 own = args[1][_resolve_process_group(args[3]).rank()]
                 self.bytes += out.nbytes * (1 - own / max(1, len(out)))
-        return out
 
     def _reduced(self, x: Tensor, ranks: int) -> None:
         self.bytes += 2 * x.nbytes * (ranks - 1) / ranks

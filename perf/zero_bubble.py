@@ -4,7 +4,6 @@ That is what zero-bubble schedules rest on (Qi et al. 2023, arXiv:2401.10241). T
 compiled and eager. Under torchrun this module is the worker: zero_bubble compiled|eager ROUNDS.
 """
 
-import json
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -13,26 +12,23 @@ from typing import Any, ClassVar
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from parallel.collectives import gather_objects
 from parallel.mesh import make_mesh, start_processes
 from parallel.pipeline import Stage
-from perf.plan_check_worker import row as full_row
+from perf.plan_check import UTTERANCES
+from perf.plan_check_worker import MODEL, row
 from perf.timing import alternate
-from tests.dist.launch import torchrun
+from tests.dist.launch import leave, torchrun
 from training import config
 from training import step as training_step
 from training.pipeline import Part, StepWork, Transfers
 from training.step import make_engine, make_state, make_step
 
 STAGES, ROWS = 2, 4
-ROW = "{tokens: 512, audio_frames: 352, utterances: 12, utterance_frames: 64, label_tokens: 16}"
-MODEL = ("+experiment=nemotron_ep8", "model=nemotron3_tiny", "data=digits", "parallel=single", "precision=fp32", f"data.rows=[{ROW}]",
-         "model.decoder.pattern=*-*-*-*-*-*-", "model.decoder.d_model=256", "model.decoder.mlp_ffn=1024",
-         "train.activation_checkpointing=none", "train.activation_checkpointing_encoder=none", f"parallel.pp={STAGES}",
-         f"train.accumulate={ROWS}", "optimizer.lr=0.0", "optimizer.min_lr=0.0")
+OVERRIDES = ("model.decoder.pattern=*-*-*-*-*-*-", "model.decoder.d_model=256", "model.decoder.mlp_ffn=1024", f"parallel.pp={STAGES}",
+             f"train.accumulate={ROWS}", "optimizer.lr=0.0", "optimizer.min_lr=0.0")
 
 
 class Apart(StepWork):
@@ -71,12 +67,11 @@ def run(rounds: int) -> tuple[dict[str, Any], bool]:
 def main() -> None:
     way, rounds = sys.argv[1:]
     torch._functorch.config.donated_buffer = False  # a graph that runs twice keeps what it was given
-    cfg, _ = config.load([*MODEL, f"compile.enabled={str(way == 'compiled').lower()}"])
+    cfg, _ = config.load([*MODEL, *OVERRIDES, f"compile.enabled={str(way == 'compiled').lower()}"])
     start_processes(torch.device("cpu"))
     mesh = make_mesh(cfg.parallel, torch.device("cpu"))
     state, step = make_state(cfg, mesh), make_step(cfg, mesh, make_engine(cfg, mesh))
-    rows = [full_row(cfg, number, 12) for number in range(ROWS)]
-
+    rows = [row(cfg, number, UTTERANCES) for number in range(ROWS)]
     norms: dict[str, float] = {}
 
     def whole(name: str = "whole") -> None:
@@ -91,11 +86,8 @@ def main() -> None:
     times = alternate({"whole": whole, "apart": apart}, int(rounds), 2)
     if abs(norms["apart"] / norms["whole"] - 1) > 1e-5:  # the weights stay as they are
         raise RuntimeError(f"the norms of the same gradients differ: {norms}")
-    slowest = {name: max(rank[name] for rank in gather_objects(times)) for name in times}
-    if dist.get_rank() == 0:
-        print(json.dumps(slowest))
-    dist.barrier()
-    dist.destroy_process_group()
+    ranks = gather_objects(times)
+    leave({name: max(rank[name] for rank in ranks) for name in times})
 
 
 if __name__ == "__main__":

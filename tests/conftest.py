@@ -57,6 +57,13 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def no_processes() -> None:
+    """For what brings its own, of which there can be one set at a time; other tests leave theirs."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def fresh_compiler() -> Iterator[None]:
     """Graphs on disk from other versions of kernels/ are not met, nor the limit on recompilations, which counts per function."""

@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Iterator
 
 from configs.schema import Config
+from model.mel import SAMPLE_RATE
 from parallel.names import kept_share
 from parallel.rules import Environment, rule, value
 
-RATE = 16_000  # Hz, of model/mel.py and data/lengths.py
 CHOICES = {
     "precision": ("bf16", "fp32", "fp64"),
     "compile.scope": ("layer", "step"),
@@ -94,8 +94,9 @@ def ranges(cfg: Config, environment: Environment) -> Iterator[str]:
       {"model.decoder.time_step_min": 0.2})
 def limits(cfg: Config, environment: Environment) -> Iterator[str]:
     decoder = cfg.model.decoder
-    if cfg.data.sample_rate != RATE and cfg.model.encoder is not None:
-        yield f"data.sample_rate={cfg.data.sample_rate} is not the {RATE} Hz of the features; leave it at {RATE}, other rates are resampled"
+    if cfg.data.sample_rate != SAMPLE_RATE and cfg.model.encoder is not None:
+        yield (f"data.sample_rate={cfg.data.sample_rate} is not the {SAMPLE_RATE} Hz of the features; leave it at {SAMPLE_RATE}, "
+               "other rates are resampled")
     if not all(0 <= beta < 1 for beta in cfg.optimizer.betas):
         yield f"optimizer.betas={list(cfg.optimizer.betas)} must be at least 0 and less than 1; the default is [0.9, 0.98]"
     if not cfg.optimizer.eps > 0:

@@ -140,27 +140,34 @@ def trace_step(cfg: Config, world: int, gpu: bool, memory_bytes: float, load: Lo
     Tensors say that they are on a CPU either way: a torch without CUDA cannot index even fake ones elsewhere.
     """
     trace = Trace()
+    with ExitStack() as stack:
+        stack.enter_context(processes(world, rank))
+        stack.enter_context(replaced(cfg, gpu, memory_bytes, load))
+        places = make_mesh(cfg.parallel, torch.device("cpu"))
+        trace.groups = axes(places)
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        state = empty_state(cfg, places)
+        static = make_engine(cfg, places)
+        packed = {name: torch.from_numpy(value) for name, value in pack_row([], cfg.data.rows[-1]).items()}
+        row = {name: torch.empty(value.shape, dtype=value.dtype) for name, value in packed.items()}
+        with Meter(trace, load, BLOCK_BYTES if gpu else 1, limit_bytes) as meter:
+            follow(meter, state, static, cfg)
+            stack.enter_context(mock.patch.object(training_step, "row_loss", _measured(meter, training_step.row_loss)))
+            stack.enter_context(mock.patch.object(training_step, "Transfers", functools.partial(Messages, trace.events)))
+            for module in (gather, training_step):
+                stack.enter_context(mock.patch.object(module, "to_host", meter.to_host))
+            make_step(cfg, places, static)(state, [row] * cfg.train.accumulate)
+    return trace
+
+
+@contextmanager
+def processes(world: int, rank: int = 0) -> Iterator[None]:
+    """This process as one of so many that send each other nothing; there can be one set of processes at a time."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
-        with ExitStack() as stack:
-            stack.enter_context(replaced(cfg, gpu, memory_bytes, load))
-            places = make_mesh(cfg.parallel, torch.device("cpu"))
-            trace.groups = axes(places)
-            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            state = empty_state(cfg, places)
-            static = make_engine(cfg, places)
-            packed = {name: torch.from_numpy(value) for name, value in pack_row([], cfg.data.rows[-1]).items()}
-            row = {name: torch.empty(value.shape, dtype=value.dtype) for name, value in packed.items()}
-            with Meter(trace, load, BLOCK_BYTES if gpu else 1, limit_bytes) as meter:
-                follow(meter, state, static, cfg)
-                stack.enter_context(mock.patch.object(training_step, "row_loss", _measured(meter, training_step.row_loss)))
-                stack.enter_context(mock.patch.object(training_step, "Transfers", functools.partial(Messages, trace.events)))
-                for module in (gather, training_step):
-                    stack.enter_context(mock.patch.object(module, "to_host", meter.to_host))
-                make_step(cfg, places, static)(state, [row] * cfg.train.accumulate)
+        yield
     finally:
         dist.destroy_process_group()
-    return trace
 
 
 @contextmanager

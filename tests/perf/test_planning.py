@@ -34,12 +34,7 @@ ROOT = Path(__file__).parents[2]
 TEXT = ["+experiment=nemotron_ep8", "model=nemotron3_tiny", "model.encoder=null", "data.kind=text", "data.manifest=x", "data.tokenizer=x",
         "data.rows=[{tokens: 256, audio_frames: 0, utterances: 4, utterance_frames: 0, label_tokens: 0}]"]
 
-
-@pytest.fixture(autouse=True)
-def no_processes() -> None:
-    """A plan brings its own, of which there can be one set at a time; other tests leave theirs."""
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("no_processes")
 
 
 def test_a_graph_counts_products_and_one_pass_over_what_is_fused() -> None:

@@ -8,15 +8,13 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from data.loader import empty_batch
 from parallel.mesh import make_mesh
 from perf.planning.costs import Load
-from perf.planning.trace import empty_state, replaced
+from perf.planning.trace import empty_state, processes, replaced
 from training import config, evaluation, generation
 from training.step import make_context, make_engine, make_step, to_device, warm_up
 
@@ -32,34 +30,30 @@ CASES = {
 }
 
 
+@pytest.mark.usefixtures("no_processes")
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_an_evaluation_and_an_answer_mix_no_devices(name: str) -> None:
     world, overrides = CASES[name]
     cfg, problems = config.load([*overrides, "compile.enabled=false"])
     assert not problems
     cfg.generation.max_new_tokens = 2
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(replaced(cfg, True, 80e9, Load(10, 8, 8)))
-            places = make_mesh(cfg.parallel, ELSEWHERE)
-            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            for read, value in (("item", 1.0), ("__int__", 1), ("__bool__", False)):  # fakes have no values
-                stack.enter_context(mock.patch.object(Tensor, read, lambda t, value=value: value))
-            stack.enter_context(mock.patch.object(torch, "tensor", lambda data, device=None: torch.as_tensor(data).to(device)))
-            state, engine = empty_state(cfg, places), make_engine(cfg, places)
-            row = to_device(empty_batch(cfg.data.rows[-1], cfg.data.encoder, cfg.data.queries), places)
-            assert {t.device for t in row.values()} == {ELSEWHERE}
-            state, metrics = make_step(cfg, places, engine)(state, [row] * cfg.train.accumulate)
-            assert {t.device for t in metrics.values()} == {ELSEWHERE}
-            warm_up(cfg, places, engine, state, row)
-            evaluation.validation_loss(cfg, places, engine, state, [row])
-            weights = generation.Weights(cfg, places, engine, state.leaves())
-            stack.enter_context(mock.patch.object(generation, "every_rank", lambda flag, device: flag))
-            context = make_context(cfg, row, places, training=False, split=False)
-            (answer,) = generation.generate(weights, row, context, longest=20, stop_ids=[1, 2], names=["a"])
-            assert len(answer) == 2
-    finally:
-        dist.destroy_process_group()
+    with ExitStack() as stack:
+        stack.enter_context(processes(world))
+        stack.enter_context(replaced(cfg, True, 80e9, Load(10, 8, 8)))
+        places = make_mesh(cfg.parallel, ELSEWHERE)
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        for read, value in (("item", 1.0), ("__int__", 1), ("__bool__", False)):  # fakes have no values
+            stack.enter_context(mock.patch.object(Tensor, read, lambda t, value=value: value))
+        stack.enter_context(mock.patch.object(torch, "tensor", lambda data, device=None: torch.as_tensor(data).to(device)))
+        state, engine = empty_state(cfg, places), make_engine(cfg, places)
+        row = to_device(empty_batch(cfg.data.rows[-1], cfg.data.encoder, cfg.data.queries), places)
+        assert {t.device for t in row.values()} == {ELSEWHERE}
+        state, metrics = make_step(cfg, places, engine)(state, [row] * cfg.train.accumulate)
+        assert {t.device for t in metrics.values()} == {ELSEWHERE}
+        warm_up(cfg, places, engine, state, row)
+        evaluation.validation_loss(cfg, places, engine, state, [row])
+        weights = generation.Weights(cfg, places, engine, state.leaves())
+        stack.enter_context(mock.patch.object(generation, "every_rank", lambda flag, device: flag))
+        context = make_context(cfg, row, places, training=False, split=False)
+        (answer,) = generation.generate(weights, row, context, longest=20, stop_ids=[1, 2], names=["a"])
+        assert len(answer) == 2

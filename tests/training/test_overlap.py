@@ -7,13 +7,11 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.fx import GraphModule
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from data.packing import pack_row
 from parallel import mesh
-from perf.planning.trace import own_group
+from perf.planning.trace import own_group, processes
 from training import config
 from training.step import make_engine, make_gradients, make_state, scheduled
 
@@ -31,7 +29,7 @@ def test_the_compiler_takes_the_options_where_there_is_a_gpu() -> None:
 
 
 @pytest.fixture
-def forward() -> Iterator[GraphModule]:
+def forward(no_processes: None) -> Iterator[GraphModule]:
     """The graph of a pass of one of two ranks, whose collectives send nothing."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
@@ -44,18 +42,13 @@ def forward() -> Iterator[GraphModule]:
 
     cfg, _ = config.load(TEXT)
     row = pack_row([], cfg.data.rows[0])
-    if dist.is_initialized():  # by another test
-        dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
+    with processes(2):
         compiled = functools.partial(torch.compile, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))
         with mock.patch.object(mesh, "_group_of", own_group), mock.patch.object(torch, "compile", compiled):
             places = mesh.make_mesh(cfg.parallel, torch.device("cpu"))
             batch = {name: torch.from_numpy(value) for name, value in row.items()}
             make_gradients(cfg, places, make_engine(cfg, places))(make_state(cfg, places), [batch])
         yield graphs[0]
-    finally:
-        dist.destroy_process_group()
 
 
 def beside(graph: GraphModule) -> list[int]:
