@@ -193,8 +193,8 @@ class ParallelConfig:
     zero_stage: int | str = 3  # 0 all is replicated | 1 moments sharded | 2 gradients too | 3 weights too; or a name of parallel/names.py
     dp_replicate: int = 1  # groups of processes that each keep a whole sharded copy of the state (HSDP)
     pp: int = 1  # ranks of the pipeline, each with some of the layers
-    pp_schedule: str = "1f1b"  # gpipe | 1f1b | interleaved_1f1b | looped_bfs; what travels is a row, train.accumulate of them a step
-    pp_chunks: int = 1  # stages a rank of the pipeline, 2 or more for interleaved_1f1b and looped_bfs
+    pp_schedule: str = "1f1b"  # gpipe | 1f1b | interleaved_1f1b | looped_bfs | zero_bubble | zbv | dualpipev, of train.accumulate rows
+    pp_chunks: int = 1  # stages a rank of the pipeline: 2 or more for interleaved_1f1b and looped_bfs, 2 for zbv and dualpipev
     pp_layers: list[int] = field(default_factory=list)  # decoder layers of each of the pp * pp_chunks stages; empty: balanced by cost
     cp: int = 1  # processes over which the slots of a row are split
     cp_split: str = "row"  # row (cut as it is, nothing is padded) | document (each utterance is padded and cut: DualChunkSwap)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from configs.schema import RopeScaling
+from kernels.inductor import stored
 
 UNSCALED = RopeScaling()
 BY_LENGTH = ("dynamic", "longrope")  # whose frequencies depend on how long a document is
@@ -32,6 +33,7 @@ def rotate(x_TNH: Tensor, positions_T: Tensor, theta: float, fraction: float = 1
     if scaling.kind in ("yarn", "longrope"):
         factor = _attention_factor(scaling)
         cos, sin = cos * factor, sin * factor
+    cos, sin = stored(cos), stored(sin)  # else the compiler computes them anew for each head
     first, second = x_TNH[..., :rotated].to(wide).chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_TNH.dtype)
     return turned if rotated == x_TNH.shape[-1] else torch.cat((turned, x_TNH[..., rotated:]), dim=-1)

@@ -10,7 +10,8 @@ from configs.schema import Config
 from model import params, speech_lm
 from model.params import P, Tree
 from parallel.names import schedule
-from parallel.pipeline import Action, Stage, cut, idle_share, orders, with_transfers
+from parallel.pipeline import Action, Stage, cut, idle_share, with_transfers
+from parallel.schedules import APART, orders, placement
 
 MEL_FRAMES = 8  # of an encoder frame, at which rate the first convolutions run
 
@@ -61,7 +62,12 @@ def leaves(cfg: Config, spec: Tree, stage: Stage) -> dict[str, P]:
 
 def own_stages(cfg: Config, pp_rank: int) -> list[Stage]:
     """Those of one rank of the pipeline."""
-    return stages(cfg)[pp_rank :: cfg.parallel.pp]
+    return [stage for stage, rank in zip(stages(cfg), places(cfg), strict=True) if rank == pp_rank]
+
+
+def places(cfg: Config) -> list[int]:
+    """The rank of each stage."""
+    return placement(schedule_of(cfg), cfg.parallel.pp, cfg.parallel.pp_chunks)
 
 
 def own_spec(cfg: Config, pp_rank: int) -> Tree:
@@ -81,8 +87,8 @@ def trained_paths(cfg: Config, stage: Stage) -> list[str]:
 
 
 def shared_leaves(cfg: Config) -> tuple[str, ...]:
-    """Parameters that both ends of a pipeline have: the embedding that is the head's matrix too."""
-    return ("decoder.embedding.weight",) if cfg.parallel.pp > 1 and cfg.model.decoder.tie_embeddings else ()
+    """Parameters that two ranks of a pipeline have, its ends: the embedding that is the head's matrix too."""
+    return ("decoder.embedding.weight",) if len({places(cfg)[0], places(cfg)[-1]}) > 1 and cfg.model.decoder.tie_embeddings else ()
 
 
 def schedule_of(cfg: Config) -> str:
@@ -94,12 +100,17 @@ def actions_of_step(cfg: Config, pp_rank: int, rows: int) -> list[Action]:
     """What a rank of the pipeline does in a step of that many rows."""
     p = cfg.parallel
     computed = orders(schedule_of(cfg), p.pp, p.pp_chunks, rows)
-    return with_transfers(computed, p.pp * p.pp_chunks)[pp_rank]
+    return with_transfers(computed, places(cfg))[pp_rank]
 
 
-def turns(cfg: Config) -> bool:
-    """Whether the last stage goes backward with a row right after its forward."""
-    return schedule_of(cfg) in ("1f1b", "interleaved_1f1b")
+def turns(cfg: Config, pp_rank: int) -> bool:
+    """Whether that rank has the last stage, which goes backward with a row right after its forward."""
+    return places(cfg)[-1] == pp_rank and schedule_of(cfg) in ("1f1b", "interleaved_1f1b", "zero_bubble", "zbv")
+
+
+def halved(cfg: Config) -> bool:
+    """Whether gradients of inputs and of weights are computed apart."""
+    return schedule_of(cfg) in APART
 
 
 def waiting(cfg: Config, rows: int) -> float:

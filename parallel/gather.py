@@ -248,6 +248,7 @@ class Shared:
     whole: dict[Unit, list[Tensor]] = field(default_factory=dict)
     pending: dict[Unit, list[Tensor | None]] = field(default_factory=dict)
     under_way: list[Reduction] = field(default_factory=list)
+    inputs_done: bool = False  # backward is in its second half (see training.halves), which needs no weight
     sums: dict[Tensor, Tensor] = field(default_factory=dict)  # of gradient shards over the micro-batches so far, by the parameter's shard
 
     def reduce(self, unit: Unit, grads: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -326,7 +327,7 @@ class Use:
 
     def prefetch(self) -> None:
         """In backward: begin to gather the unit that comes next, the last one before this whose backward needs its weights."""
-        before = self.before
+        before = None if self.shared.inputs_done else self.before
         while before is not None and not before.saved_any:
             before = before.before
         if before is not None:
@@ -354,15 +355,16 @@ class Use:
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
+        position, size, stride, offset = packed
+        if self.shared.inputs_done:  # the function asks for what it has saved, and then uses none of it
+            return self.shards[0].new_empty(()).expand(size)
         if self.whole is None:
             self._drop_later()
             self.whole = self.finish()
             self.prefetch()
-        position, size, stride, offset = packed
         whole = self.whole[position]
         assert whole is not None
         return whole.as_strided(size, stride, offset)
-
 
     def _drop_later(self) -> None:
         """Let go of the unit whose backward came before: it has done so itself unless all its parameters are frozen."""

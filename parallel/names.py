@@ -61,15 +61,13 @@ SCHEDULES = {
     "dfs": "interleaved_1f1b",
     "looped_bfs": "looped_bfs",
     "loopedbfs": "looped_bfs",
-}
-NEAREST_SCHEDULES = {  # those that split a backward into its part for the inputs and its part for the weights
-    "zero_bubble": "1f1b",
-    "interleaved_zero_bubble": "interleaved_1f1b",
-    "interleavedzerobubble": "interleaved_1f1b",
-    "v_schedule": "interleaved_1f1b",
-    "zbv": "interleaved_1f1b",
-    "zbvzerobubble": "interleaved_1f1b",
-    "dualpipev": "interleaved_1f1b",
+    "zero_bubble": "zero_bubble",
+    "interleaved_zero_bubble": "zero_bubble",
+    "interleavedzerobubble": "zero_bubble",
+    "zbv": "zbv",
+    "v_schedule": "zbv",
+    "zbvzerobubble": "zbv",
+    "dualpipev": "dualpipev",
 }
 
 
@@ -97,12 +95,9 @@ def offloaded(value: str) -> str:
 def schedule(value: str) -> str:
     """Our name of a pipeline's schedule.
 
-    Raises ValueError for one that is not there, with the nearest that is.
+    Raises ValueError for one that no system has.
     """
     name = value.lower()
-    if name in NEAREST_SCHEDULES:
-        raise ValueError(f"{value} computes gradients of inputs and of weights apart, and the backward of a compiled layer is one graph of "
-                         f"both; the nearest is {NEAREST_SCHEDULES[name]}")
     if name not in SCHEDULES:
         raise ValueError(f"{value} is no schedule of a pipeline; choose one of {', '.join(dict.fromkeys(SCHEDULES.values()))}")
     return SCHEDULES[name]

@@ -1,7 +1,7 @@
-"""Pipeline parallelism without any tensor: where the layers are cut, in which order a rank computes, when it sends and receives.
+"""Pipeline parallelism without any tensor: where the layers are cut, when a rank sends and receives, how long it waits.
 
-A stage is a contiguous part of the model; stage s lives on rank s modulo the number of ranks, so that with several stages a rank a row
-passes each rank several times. A row of the step is what travels. Every function here is pure: ranks agree because they compute the same.
+A stage is a contiguous part of the model. Which rank has it, and in which order ranks compute, is the schedule's (parallel/schedules.py);
+with several stages a rank a row passes each rank several times. Every function here is pure: ranks agree because they compute the same.
 """
 
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 FORWARD, BACKWARD = "forward", "backward"
+INPUTS, WEIGHTS = "inputs", "weights"  # a backward in two: gradients of a stage's inputs, and then those of its weights
 
 
 @dataclass(frozen=True)
@@ -25,15 +26,20 @@ class Stage:
 class Action(NamedTuple):
     """What a rank does next: compute a stage's part of a row, or let the result travel."""
 
-    kind: str  # forward | backward | send | receive
+    kind: str  # forward | backward | inputs | weights | send | receive
     way: str  # forward | backward
     stage: int  # that computes, that has computed what is sent, or that is going to use what is received
     row: int
 
+    @property
+    def message(self) -> tuple[str, int, int]:
+        """What names the hidden states, or their gradients, that this is about."""
+        return self[1:]
 
-def compute(way: str, stage: int, row: int) -> Action:
-    """The computation of a stage's forward or backward part of a row."""
-    return Action(way, way, stage, row)
+
+def compute(kind: str, stage: int, row: int) -> Action:
+    """The computation of a stage's forward or backward part of a row, the latter whole or one of its two."""
+    return Action(kind, FORWARD if kind == FORWARD else BACKWARD, stage, row)
 
 
 def cut(costs: Sequence[float], stages: int, entry: float = 0.0, head: float = 0.0) -> list[int]:
@@ -60,72 +66,29 @@ def cut(costs: Sequence[float], stages: int, entry: float = 0.0, head: float = 0
     return list(best[len(costs)][2])
 
 
-def orders(schedule: str, ranks: int, chunks: int, rows: int) -> list[list[Action]]:
-    """What each rank computes, in order: each of its `chunks` stages forward and backward for every row.
-
-    gpipe: all rows forward, then all backward. 1f1b: after a warm-up one of each in turn. interleaved_1f1b: the same, a round of rows
-    through each of the rank's stages in turn. looped_bfs: all rows through one stage, then through the next.
-    """
-    if schedule == "1f1b":
-        return [_alternating(rank, ranks, 1, rows, rows, ranks - 1 - rank) for rank in range(ranks)]
-    if schedule == "interleaved_1f1b":
-        a_round = rows // rounds(ranks, rows)
-        warm_ups = [(chunks - 1) * a_round + 2 * (ranks - 1 - rank) for rank in range(ranks)]
-        return [_alternating(rank, ranks, chunks, rows, a_round, warm_up) for rank, warm_up in enumerate(warm_ups)]
-    back = range(rows) if schedule == "gpipe" else range(rows - 1, -1, -1)
-    return [_all_forward_first(range(rank, ranks * chunks, ranks), back) for rank in range(ranks)]
-
-
-def rounds(ranks: int, rows: int) -> int:
-    """In how many equal rounds interleaved_1f1b takes the rows; they must divide the rows."""
-    return max(1, rows // ranks)
-
-
-def _all_forward_first(stages: Sequence[int], back: Sequence[int]) -> list[Action]:
-    forward = [compute(FORWARD, stage, row) for stage in stages for row in range(len(back))]
-    return forward + [compute(BACKWARD, stage, row) for stage in reversed(stages) for row in back]
-
-
-def _alternating(rank: int, ranks: int, chunks: int, rows: int, a_round: int, warm_up: int) -> list[Action]:
-    """Forwards alone, then one forward and one backward in turn, then backwards alone; `a_round` rows before another chunk has its turn."""
-    total = chunks * rows
-    passes = []
-    for way in (FORWARD, BACKWARD):
-        done = dict.fromkeys(range(chunks), 0)
-        sequence = []
-        for number in range(total):
-            chunk = number // a_round % chunks
-            chunk = chunk if way == FORWARD else chunks - 1 - chunk
-            sequence.append(compute(way, rank + chunk * ranks, done[chunk]))
-            done[chunk] += 1
-        passes.append(sequence)
-    forward, backward = passes
-    warm_up = min(warm_up, total)
-    mixed = [action for pair in zip(forward[warm_up:], backward, strict=False) for action in pair]
-    return forward[:warm_up] + mixed + backward[total - warm_up :]
-
-
-def with_transfers(computed: Sequence[Sequence[Action]], stages: int) -> list[list[Action]]:
+def with_transfers(computed: Sequence[Sequence[Action]], places: Sequence[int]) -> list[list[Action]]:
     """The orders of all ranks with what they send and receive, in one order over all of them.
 
     Whenever a stage has computed what another rank needs, the sender's list gets a send and the receiver's at once its receive: any two
-    ranks name their transfers in the same order, and no rank waits for one that waits for it.
+    ranks name their transfers in the same order, and no rank waits for one that waits for it. What stays on its rank does not travel.
+
+    :param places: the rank of each stage
     """
-    ranks = len(computed)
-    lists: list[list[Action]] = [[] for _ in range(ranks)]
+    lists: list[list[Action]] = [[] for _ in computed]
     left = [list(reversed(order)) for order in computed]
-    there: set[Action] = set()  # computations that have all they need from other stages
+    there: set[tuple[str, int, int]] = set()  # what has come to its stage
     while any(left):
         progress = False
-        for rank in range(ranks):
-            if left[rank] and (_needs_nothing(left[rank][-1], stages) or left[rank][-1] in there):
+        for rank in range(len(computed)):
+            if left[rank] and (_needs_nothing(left[rank][-1], len(places)) or left[rank][-1].message in there):
                 action, progress = left[rank].pop(), True
                 lists[rank].append(action)
                 receiver = next_stage(action)
-                if 0 <= receiver < stages:
-                    there.add(compute(action.way, receiver, action.row))
-                    lists[rank].append(Action("send", action.way, action.stage, action.row))
-                    lists[receiver % ranks].append(Action("receive", action.way, receiver, action.row))
+                if action.kind != WEIGHTS and 0 <= receiver < len(places):
+                    there.add((action.way, receiver, action.row))
+                    if places[receiver] != rank:
+                        lists[rank].append(Action("send", *action.message))
+                        lists[places[receiver]].append(Action("receive", action.way, receiver, action.row))
         if not progress:
             raise ValueError(f"the order of the stages waits for itself at {[order[-1] for order in left if order]}")
     return lists
@@ -137,35 +100,38 @@ def next_stage(action: Action) -> int:
 
 
 def _needs_nothing(action: Action, stages: int) -> bool:
-    return action.stage == (0 if action.way == FORWARD else stages - 1)
+    """Whether it waits for no other stage; its own rank has computed before what it needs of its own."""
+    return action.kind == WEIGHTS or action.stage == (0 if action.way == FORWARD else stages - 1)
 
 
 def idle_share(computed: Sequence[Sequence[Action]], stages: int, backward: float = 2.0, costs: Sequence[float] | None = None) -> float:
-    """Which share of the time the ranks wait, when a forward of a stage takes its cost and a backward `backward` times as long."""
-    costs = costs or [1.0] * stages
+    """Which share of the time the ranks wait, when a forward of a stage takes its cost and a backward `backward` times as long, of which
+    the gradients of inputs take as long as a forward."""
+    costs, times = costs or [1.0] * stages, {FORWARD: 1.0, BACKWARD: backward, INPUTS: 1.0, WEIGHTS: backward - 1.0}
 
     def lasts(action: Action) -> float:
-        return costs[action.stage] * (backward if action.way == BACKWARD else 1.0)
+        return costs[action.stage] * times[action.kind]
 
-    finished: dict[Action, float] = {}
+    finished: dict[tuple[str, int, int], float] = {}
     clocks, positions = [0.0] * len(computed), [0] * len(computed)
     while any(position < len(order) for position, order in zip(positions, computed, strict=True)):
         for rank, order in enumerate(computed):
             while positions[rank] < len(order):
                 action = order[positions[rank]]
-                source = compute(action.way, action.stage - (1 if action.way == FORWARD else -1), action.row)
+                source = action.way, action.stage - (1 if action.way == FORWARD else -1), action.row
                 if not _needs_nothing(action, stages) and source not in finished:
                     break
                 clocks[rank] = max(clocks[rank], finished.get(source, 0.0)) + lasts(action)
-                finished[action] = clocks[rank]
+                if action.kind != WEIGHTS:
+                    finished[action.message] = clocks[rank]
                 positions[rank] += 1
     return 1 - sum(lasts(action) for order in computed for action in order) / (len(computed) * max(clocks))
 
 
 def most_live(order: Sequence[Action]) -> int:
-    """The largest number of (stage, row) that a rank holds at a time between forward and backward."""
+    """The largest number of (stage, row) that a rank holds at a time between forward and the end of backward."""
     live = most = 0
     for action in order:
-        live += {FORWARD: 1, BACKWARD: -1}.get(action.kind, 0)
+        live += {FORWARD: 1, BACKWARD: -1, WEIGHTS: -1}.get(action.kind, 0)
         most = max(most, live)
     return most

@@ -32,6 +32,9 @@ def _parser() -> argparse.ArgumentParser:
     cpu = commands.add_parser("cpu", help="CPU versions of the operations against what others would call")
     cpu.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     cpu.add_argument("--rounds", type=int, default=15, help="timed passes of each")
+    norms = commands.add_parser("norms", help="what the compiler makes of norms, rotary embedding and depthwise convolution")
+    norms.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+    norms.add_argument("--rounds", type=int, default=15, help="timed passes of each")
     packing = commands.add_parser("packing", help="a packed row against a padded batch of the same utterances")
     packing.add_argument("--rounds", type=int, default=7, help="timed passes of each")
     layouts = commands.add_parser("graphs", help="graphs, collectives and waits of the host in a step, by layout")
@@ -73,6 +76,10 @@ def _run(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
             from perf import cpu
 
             return cpu.run(arguments.dtype, arguments.rounds)
+        case "norms":
+            from perf import norms
+
+            return norms.run(arguments.dtype, arguments.rounds)
         case "packing":
             from perf import packing
 

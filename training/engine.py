@@ -21,6 +21,7 @@ from model.params import Tree
 from parallel.gather import Reshard, Shared, Unit, Use, gather_traced
 from parallel.mesh import Mesh
 from parallel.names import kept_share
+from training import halves
 from training.recompute import recomputed, within_budget
 
 RECOMPILE_LIMIT = 64  # graphs a function: row sizes x (training, evaluation)
@@ -42,13 +43,14 @@ class Engine:
     :param apart: units before which a pass ends, so that none is gathered ahead there
     :param turns: whether backward starts with the last unit, right after its forward
     :param fetched: shards are on the host
+    :param halved: backward comes in halves (see training.halves)
     """
 
     def __init__(self, spec: Tree, units: Iterable[tuple[str, ...]], mesh: Mesh, dtype: torch.dtype, reshard: Reshard,
                  compile: CompileConfig, bind: Callable[[Function], Function] = _as_it_is, recompute: Mapping[str, str] | None = None,
                  sums: torch.dtype | None = None, apart: Container[tuple[str, ...]] = (), turns: bool = True,
-                 fetched: bool = False):
-        self.compile, self.bind, self.recompute = compile, bind, recompute or {}
+                 fetched: bool = False, halved: bool = False):
+        self.compile, self.bind, self.recompute, self.halved = compile, bind, recompute or {}, halved
         self.order = list(units)
         self.after = {unit: later for unit, later in pairwise(self.order) if later not in apart}
         self.units: dict[tuple[str, ...], Unit] = {}
@@ -74,6 +76,8 @@ class Engine:
             torch._inductor.config.reorder_for_peak_memory = False
         if mesh.device.type == "cpu" and dtype.itemsize == 2:  # else the backward of two layer norms reads what nobody wrote (torch 2.13)
             torch._inductor.config.cpp.max_horizontal_fusion_size = 1
+        if halved:  # a graph whose backward comes again keeps what it was given
+            torch._functorch.config.donated_buffer = False
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
 
     def bound(self, fn: Function, key: tuple[str, ...]) -> Function:
@@ -91,7 +95,7 @@ class Engine:
         if not self.compile.enabled or self.compile.scope == "step":
             return fn
         if fn not in self._compiled:
-            made = torch.compile(fn, fullgraph=True, dynamic=False)
+            made = halves.compiled(fn) if self.halved else torch.compile(fn, fullgraph=True, dynamic=False)
             self._compiled[fn] = within_budget(made, self.shares[fn]) if fn in self.shares else made
         return self._compiled[fn]
 
@@ -138,6 +142,17 @@ class Pass:
         """Begin to gather what backward needs first, while its gradient is on the way."""
         if self.last is not None and self.last.saved_any:
             self.last.start()
+
+    @property
+    def halved(self) -> bool:
+        """Whether its backward comes in halves; what is not compiled has none."""
+        return self.engine.halved and self.compiled and self.engine.compile.enabled
+
+    def let_go(self) -> None:
+        """Free what backward has gathered, though it comes again."""
+        use = self.last
+        while use is not None:
+            use.whole, use = None, use.before
 
     def _function(self, fn: Function) -> Function:
         return self.engine.function(fn) if self.compiled else fn

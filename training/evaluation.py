@@ -19,13 +19,13 @@ from training.generation import Weights, generate
 from training.pipeline import Transfers, hand_on, own_tokens
 from training.scoring import Transcript
 from training.state import State
-from training.step import DTYPES, Batch, all_reduce_together, make_context, own_part, state_dtype, to_device
+from training.step import Batch, all_reduce_together, make_context, make_transfers, own_part, state_dtype, to_device
 
 
 def validation_loss(cfg: Config, mesh: Mesh, engine: Engine, state: State, batches: Iterable[dict[str, Any]]) -> dict[str, float]:
     """Mean cross-entropy of all supervised tokens (sum over ranks / count over ranks), and their number. Every rank passes equally many."""
     leaves, own, zero = state.leaves(), own_stages(cfg, mesh.pp_rank), torch.zeros((), dtype=state_dtype(cfg), device=mesh.device)
-    sums, transfers = {"loss": zero, "labels": zero}, Transfers(mesh, cfg.model.decoder.d_model, DTYPES[cfg.precision])
+    sums, transfers = {"loss": zero, "labels": zero}, make_transfers(cfg, mesh)
     for batch in batches:
         row = to_device(batch, mesh)
         row, context = own_part(cfg, row, mesh, training=False)

@@ -22,8 +22,8 @@ from parallel.gather import Shared
 from parallel.mesh import Mesh
 from parallel.pipeline import Stage
 from training.engine import Engine, Pass
-from training.pipeline import Transfers, from_end, hand_on
-from training.step import DTYPES, Batch
+from training.pipeline import from_end, hand_on
+from training.step import Batch, make_transfers
 
 CHECK_EVERY = 8  # tokens between the questions whether all ranks are done, on devices that this would hold up
 
@@ -72,7 +72,7 @@ def generate(weights: Weights, batch: Batch, context: Context, *, longest: int, 
             if x_UD is not None:
                 logits_UV = run(speech_lm.head_unit(cfg.model), decoder.logits, x_UD, torch.arange(requests, device=device))
                 chosen_U = choose(logits_UV, cfg.generation, request_U, i)
-            chosen_U = from_end(weights.mesh, chosen_U)
+            chosen_U = from_end(line.transfers, chosen_U)
             done_U = done_U | torch.isin(chosen_U, ends)
             answers_UL[:, i] = torch.where(done_U, -1, chosen_U)
             last = i + 1 == limit
@@ -90,7 +90,7 @@ class Line:
     def __init__(self, weights: Weights):
         cfg, mesh = weights.cfg, weights.mesh
         self.own = own_stages(cfg, mesh.pp_rank)
-        self.transfers = Transfers(mesh, cfg.model.decoder.d_model, DTYPES[cfg.precision])
+        self.transfers = make_transfers(cfg, mesh)
 
     def pass_on(self, tokens: int, compute: Callable[[Stage, Tensor | None], Tensor]) -> Tensor | None:
         """What `compute` gives of the last of all stages, None on the ranks that do not have it."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from configs.schema import Config, EncoderConfig
 from model import lora, params, speech_lm
 from model.context import Context
-from model.stages import actions_of_step, own_spec, own_stages, shared_leaves, stages, trained_paths, turns
+from model.stages import actions_of_step, halved, own_spec, own_stages, places, shared_leaves, stages, trained_paths, turns
 from parallel import audio, sharding
 from parallel.collectives import all_reduce, every_rank, gather_objects, sum_over_ranks
 from parallel.gather import Reshard, Shared
@@ -88,8 +88,13 @@ def make_engine(cfg: Config, mesh: Mesh) -> Engine:
     sums = torch.bfloat16 if cfg.parallel.reduce_dtype == "bf16" else None
     units = [list(speech_lm.units(cfg, stage)) for stage in own_stages(cfg, mesh.pp_rank)]
     return Engine(speech_lm.spec(cfg), chain.from_iterable(units), mesh, DTYPES[cfg.precision], reshard, cfg.compile, recompute=recompute,
-                  sums=sums, apart={first for first, *_ in units[1:]}, turns=mesh.pp_rank == mesh.sizes.pp - 1 and turns(cfg),
-                  fetched=offload_of(cfg) == "parameters", **bind)
+                  sums=sums, apart={first for first, *_ in units[1:]}, turns=turns(cfg, mesh.pp_rank),
+                  fetched=offload_of(cfg) == "parameters", halved=halved(cfg), **bind)
+
+
+def make_transfers(cfg: Config, mesh: Mesh) -> Transfers:
+    """This rank's way to the others of its pipeline."""
+    return Transfers(mesh, cfg.model.decoder.d_model, DTYPES[cfg.precision], places(cfg))
 
 
 def make_state(cfg: Config, mesh: Mesh, known: Mapping[str, Any] | None = None) -> State:
@@ -152,7 +157,7 @@ def _make_gradients(cfg: Config, mesh: Mesh, engine: Engine) -> Callable[[State,
 
         weights = {index: {name: leaves[name] for name in own} for index, own in names.items()}
         work = StepWork(rows, weights, shared, part_of)
-        transfers = Transfers(mesh, cfg.model.decoder.d_model, DTYPES[cfg.precision])
+        transfers = make_transfers(cfg, mesh)
         actions = actions_of_step(cfg, mesh.pp_rank, len(rows))
         carry_out(actions, every_stage, [own_tokens(mesh, row) for row in rows], transfers, work)
         grads = work.grads

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from configs.schema import Config
 from parallel import deepep
 from parallel.names import ZERO_STAGES, offloaded, schedule, zero_stage
-from parallel.pipeline import rounds
 from parallel.rules import Environment, rule, value
+from parallel.schedules import BY_ROUNDS, LOOPED, V_SHAPED, rounds
 
 
 @rule({"parallel.ep": 8},
@@ -33,9 +33,12 @@ def processes(cfg: Config, environment: Environment) -> Iterator[str]:
         yield f"parallel.ep={p.ep} does not divide model.decoder.n_experts={experts}; choose a divisor of {experts}"
 
 
-@rule({"parallel.pp": 2, "parallel.pp_schedule": "zero_bubble", "world": 2},
+@rule({"parallel.pp": 2, "parallel.pp_schedule": "zigzag", "world": 2},
       {"parallel.pp_chunks": 2},
       {"parallel.pp": 2, "parallel.pp_schedule": "interleaved_1f1b", "world": 2},
+      {"parallel.pp": 2, "parallel.pp_schedule": "zbv", "world": 2},
+      {"parallel.pp": 2, "parallel.pp_chunks": 2, "world": 2},
+      {"parallel.pp": 2, "parallel.pp_schedule": "dualpipev", "parallel.pp_chunks": 2, "train.accumulate": 2, "world": 2},
       {"parallel.pp": 2, "parallel.pp_layers": [2, 1], "world": 2},
       {"parallel.pp": 8, "world": 8},
       {"parallel.pp": 2, "parallel.pp_schedule": "interleaved_1f1b", "parallel.pp_chunks": 2, "train.accumulate": 5, "world": 2},
@@ -53,17 +56,26 @@ def pipeline(cfg: Config, environment: Environment) -> Iterator[str]:
             key = "pp_chunks" if p.pp_chunks > 1 else "pp_layers"
             yield f"parallel.{key}={value(cfg, f'parallel.{key}')} needs a pipeline, and parallel.pp=1; leave it out, or set parallel.pp"
         return
-    stages, looped = p.pp * p.pp_chunks, name in ("interleaved_1f1b", "looped_bfs")
-    if looped != (p.pp_chunks > 1):
-        yield (f"parallel.pp_schedule={p.pp_schedule} has {'two or more stages' if looped else 'one stage'} a rank and "
-               f"parallel.pp_chunks={p.pp_chunks}; set it to {2 if looped else 1}" + ("" if looped else ", or choose interleaved_1f1b"))
+    stages = p.pp * p.pp_chunks
+    if name in V_SHAPED:
+        if p.pp_chunks != 2:
+            yield f"parallel.pp_schedule={p.pp_schedule} has two stages a rank and parallel.pp_chunks={p.pp_chunks}; set it to 2"
+    elif name in LOOPED:
+        if p.pp_chunks < 2:
+            yield f"parallel.pp_schedule={p.pp_schedule} has two or more stages a rank and parallel.pp_chunks={p.pp_chunks}; set it to 2"
+    elif p.pp_chunks > 1 and name != "zero_bubble":
+        yield (f"parallel.pp_schedule={p.pp_schedule} has one stage a rank and parallel.pp_chunks={p.pp_chunks}; set it to 1, or choose "
+               "interleaved_1f1b")
     given = list(p.pp_layers)
     if given and (len(given) != stages or sum(given) != layers or min(given[1:-1], default=1) < 1 or min(given) < 0):
         yield (f"parallel.pp_layers={given} must give {stages} stages {layers} layers together, at least 1 to each but the first and the "
                "last; or leave it empty")
     elif layers < stages - 2:
         yield f"model.decoder.pattern has {layers} layers, too few for {stages} stages; choose a smaller parallel.pp or parallel.pp_chunks"
-    if name == "interleaved_1f1b" and cfg.train.accumulate % rounds(p.pp, cfg.train.accumulate):
+    if name == "dualpipev" and cfg.train.accumulate < stages:
+        yield (f"parallel.pp_schedule={p.pp_schedule} needs as many rows a step as stages, {stages}, and train.accumulate="
+               f"{cfg.train.accumulate}; raise it, or choose zbv")
+    if name in BY_ROUNDS and cfg.train.accumulate % rounds(p.pp, cfg.train.accumulate):
         wanted = cfg.train.accumulate // p.pp * p.pp
         yield (f"train.accumulate={cfg.train.accumulate} makes no equal rounds for parallel.pp_schedule={p.pp_schedule} over {p.pp} ranks; "
                f"choose {wanted} or {wanted + p.pp}")

@@ -15,7 +15,8 @@ import numpy as np
 from configs.schema import Config, RowSize
 from model.stages import own_stages, schedule_of
 from parallel.mesh import sizes
-from parallel.pipeline import most_live, orders
+from parallel.pipeline import most_live
+from parallel.schedules import orders
 from parallel.validate import Environment, validate
 from perf.planning.costs import Load, Ring
 from perf.planning.machines import GIB, RESERVED_BYTES, Machine

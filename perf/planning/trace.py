@@ -37,7 +37,7 @@ from parallel.mesh import Mesh, make_mesh
 from perf.planning.costs import Load, tensor_bytes
 from perf.planning.graphs import analyse, outcome
 from perf.planning.meter import HOST, Event, Meter, Sent, Taken, Trace
-from training import engine, recompute
+from training import engine, halves, recompute
 from training import step as training_step
 from training.engine import Engine
 from training.pipeline import Transfers
@@ -55,11 +55,11 @@ class Messages(Transfers):
         self.events, self.numbers = events, Counter[int]()
 
     def send(self, x_TD: Tensor, stage: int) -> None:
-        self.events.append(Sent(stage % self.mesh.sizes.pp, tensor_bytes(x_TD)))
+        self.events.append(Sent(self.places[stage], tensor_bytes(x_TD)))
         super().send(x_TD, stage)
 
     def receive(self, tokens: int, stage: int) -> Callable[[], Tensor]:
-        source, arrived = stage % self.mesh.sizes.pp, super().receive(tokens, stage)
+        source, arrived = self.places[stage], super().receive(tokens, stage)
         number = self.numbers[source]
         self.numbers[source] += 1
 
@@ -72,10 +72,13 @@ class Messages(Transfers):
 
 
 class Layers:
-    """Takes the place of Engine.function: compiled functions whose graphs are analysed once and then stand for their kernels."""
+    """Takes the place of Engine.function: compiled functions whose graphs are analysed once and then stand for their kernels.
 
-    def __init__(self, meter: Meter, load: Load):
-        self.meter, self.load = meter, load
+    :param halved: backward comes in halves
+    """
+
+    def __init__(self, meter: Meter, load: Load, halved: bool):
+        self.meter, self.load, self.halved = meter, load, halved
         self.known: dict[Any, Callable[..., Any]] = {}
 
     def function(self, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,15 +98,25 @@ class Layers:
         def flat(inputs: list[Any], boundaries: dict[str, Any]) -> Any:
             return fn(*inputs, dataclasses.replace(context, **boundaries))
 
+        later: list[bool] = []  # which of what it takes are weights
+
+        def backward(gm: Any, example_inputs: Any) -> Any:
+            if not self.halved:
+                return self._graph(f"{name}, backward", gm, example_inputs)
+            names = iter(("inputs", "weights"))
+            return halves.halved(gm, example_inputs, later, (),
+                                 lambda part, inputs, _: self._graph(f"{name}, backward: {next(names)}", part, inputs))
+
         whole = aot_function(
             flat, fw_compiler=functools.partial(self._graph, f"{name}, forward"),
-            bw_compiler=functools.partial(self._graph, f"{name}, backward"),
+            bw_compiler=backward,
             partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"), decompositions=select_decomp_table())
         made = False
 
         def call(inputs: list[Any], boundaries: dict[str, Any]) -> Any:
             nonlocal made
             if not made:  # tracing runs inside the first call, and its graphs keep what it was called with
+                later[:] = [True] * len(tree_leaves(inputs[0])) + [False] * len(tree_leaves((inputs[1:], boundaries)))
                 with self.meter.unobserved():
                     whole(*tree_map_only(Tensor, _apart, (inputs, boundaries)))
                 made = True
@@ -255,7 +268,7 @@ def follow(meter: Meter, state: State, static: Engine, cfg: Config) -> None:
         meter.hold(list(state.buffers.values()))
     meter.trace.state, meter.trace.host_state_bytes = meter.device, meter.live[HOST]
     if cfg.compile.enabled:
-        static.function = Layers(meter, meter.load).function  # type: ignore[method-assign]
+        static.function = Layers(meter, meter.load, static.halved).function  # type: ignore[method-assign]
     for unit in {id(u): u for u in (*static.units.values(), *static.joined.values())}.values():
         for name in ("start", "finish"):
             setattr(unit, name, _within(meter, "gathered weights", (name, *unit.groups), getattr(unit, name)))

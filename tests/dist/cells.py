@@ -181,6 +181,7 @@ def dispatches() -> list[Cell]:
 def pipelines() -> list[Cell]:
     """Cells with stages, whose rows are what travels."""
     looped = {"pp": 2, "pp_schedule": "interleaved_1f1b", "pp_chunks": 2}
+    bubble, in_a_v = {"pp": 2, "pp_schedule": "zero_bubble"}, {"pp": 2, "pp_schedule": "zbv", "pp_chunks": 2}
     return [
         Cell("pp 2", 2, {"pp": 2, "defer_grad_sync": False}),
         Cell("pp 2, gradients reduced once", 2, {"pp": 2, "defer_grad_sync": True}),
@@ -189,6 +190,16 @@ def pipelines() -> list[Cell]:
         Cell("pp 2, gpipe", 2, {"pp": 2, "pp_schedule": "gpipe"}),
         Cell("pp 2, 4 stages interleaved", 2, looped),
         Cell("pp 2, 4 stages breadth first", 2, looped | {"pp_schedule": "looped_bfs"}),
+        Cell("pp 2, zero bubble", 2, bubble),
+        Cell("pp 2, zero bubble, recomputed", 2, bubble, own=CHECKPOINTED),
+        Cell("pp 2, zero bubble, 4 stages, first stage frozen", 2, bubble | {"pp_chunks": 2},
+             model=("model.freeze_params=[encoder,projector,ctc,decoder.embedding,'decoder.layers.[0-1]']",)),
+        Cell("pp 2, ZBV", 2, in_a_v),
+        Cell("pp 2, ZBV, one row, tied", 2, in_a_v, rows=1, model=VARIANT),
+        Cell("pp 2, DualPipeV", 2, in_a_v | {"pp_schedule": "dualpipev"}),
+        Cell("pp 2, ep 2, DualPipeV, tied", 4, in_a_v | {"pp_schedule": "dualpipev", "ep": 2}, rows=12, model=VARIANT, quick=True),
+        Cell("pp 4, zero bubble", 4, {"pp": 4, "pp_schedule": "zero_bubble"}, rows=8, quick=True),
+        Cell("pp 2, cp 2, tp 2, ZBV, gradients reduced once", 8, in_a_v | {"cp": 2, "tp": 2, "defer_grad_sync": True}),
         Cell("pp 2, experts without a token", 2, {"pp": 2}, starved=True),
         Cell("pp 2, swiglu, tied, biases, norms of heads and batches, 1 Mamba group", 2, {"pp": 2}, model=VARIANT),
         Cell("pp 2, first stage frozen", 2, {"pp": 2},
@@ -211,7 +222,9 @@ def pipelines() -> list[Cell]:
         Cell("pp 2, cp 2, ep 2", 8, {"pp": 2, "cp": 2, "ep": 2}),
         Cell("pp 2, cp 2, ep 4, all to all", 8, {"pp": 2, "cp": 2, "ep": 4, "ep_dispatch": "alltoall"}),
         Cell("pp 4, dp 2, ep 2", 8, {"pp": 4, "ep": 2}, rows=8),
-        *compiled(2, "layer", {"pp 2": {"pp": 2}, "pp 2, 4 stages interleaved": looped}),
+        *compiled(2, "layer", {"pp 2": {"pp": 2}, "pp 2, 4 stages interleaved": looped, "pp 2, zero bubble": bubble, "pp 2, ZBV": in_a_v}),
+        Cell("pp 2, dp 2, ep 2, zero bubble, recomputed but for exchanges, graphs of a layer", 4, bubble | {"ep": 2}, own=SELECTIVE,
+             compiled="layer"),
         *compiled(4, "layer", {"pp 2, ep 2": {"pp": 2, "ep": 2}, "pp 2, tp 2": {"pp": 2, "tp": 2}}),
     ]
 

@@ -32,9 +32,9 @@ from tests.dist.first import gradient_error, worst
 from tests.dist.launch import leave
 from training.engine import Engine, Pass
 from training.evaluation import evaluated_loss, validation_loss
-from training.pipeline import Transfers, from_end
+from training.pipeline import from_end
 from training.state import State
-from training.step import Batch, make_context, make_engine, make_gradients, make_state, make_step, state_dtype
+from training.step import Batch, make_context, make_engine, make_gradients, make_state, make_step, make_transfers, state_dtype
 
 STEPS = 3
 
@@ -91,10 +91,10 @@ def run(cell: Cell, precision: str) -> dict[str, Any]:
 def unsplit_loss(cfg: Config, mesh: Mesh, engine: Engine, state: State, row: Batch) -> Tensor:
     """The loss of one row of which every rank of a stage computes all, as decoding does."""
     run = Pass(engine, state.leaves(), make_context(cfg, row, mesh, training=False, split=False), compiled=False)
-    transfers = Transfers(mesh, cfg.model.decoder.d_model, state_dtype(cfg))
+    transfers = make_transfers(cfg, mesh)
     loss = evaluated_loss(run, row, cfg, own_stages(cfg, mesh.pp_rank), transfers, len(row["tokens_T"]))
     transfers.finish()
-    return from_end(mesh, torch.zeros((), dtype=torch.float64) if loss is None else loss.double())
+    return from_end(transfers, torch.zeros((), dtype=torch.float64) if loss is None else loss.double())
 
 
 def errors(got: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def product(x: torch.Tensor, w: torch.Tensor, context: Nothing) -> torch.Tensor:
 
 def test_a_layer_keeps_its_result_and_what_backward_needs_alone() -> None:
     with FakeTensorMode(), Meter(Trace(), LOAD, 1) as meter:
-        call = Layers(meter, LOAD).function(product)
+        call = Layers(meter, LOAD, halved=False).function(product)
         for _ in range(2):
             x, w = (torch.empty(4, 8, requires_grad=True), torch.empty(8, 2, requires_grad=True))
             out = call(x, w, Nothing())

@@ -1,4 +1,4 @@
-"""What is left in memory of a unit that has run."""
+"""What is left in memory of a unit that has run, and what comes to it again."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +12,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from configs.schema import CompileConfig, ParallelConfig
 from model import params
 from model.params import P
-from parallel.gather import Reshard
+from parallel.gather import Reshard, Unit
 from parallel.mesh import make_mesh, start_processes
+from parallel.pipeline import Stage
 from training.engine import Engine, Pass
+from training.pipeline import Part, StepWork
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -67,3 +69,53 @@ def test_two_layer_norms_learn_in_16_bits_on_a_cpu(monkeypatch: pytest.MonkeyPat
         found = torch.autograd.grad(run(("layer",), layer, x.bfloat16()), wanted, gradient.bfloat16())
     for name, e, f in zip(("x", *leaves), expected, found, strict=True):
         assert torch.linalg.vector_norm(f - e) <= 0.01 * torch.linalg.vector_norm(e), name
+
+
+def test_the_second_half_of_a_backward_gathers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights come to a layer for its forward and for the gradients of its input, and not again for those of the weights."""
+    start_processes(torch.device("cpu"))
+    width, names = 8, [f"layers.{i}" for i in range(3)]
+    spec = {"layers": [{"up": P((width, width), ("ffn", "embed"))} for _ in names]}
+    mesh = make_mesh(ParallelConfig(), torch.device("cpu"))
+    leaves = {name: t.requires_grad_() for name, t in params.named_leaves(params.init(spec, 0))}
+    x, dy = torch.randn(4, width, requires_grad=True), torch.randn(4, width)
+    started: list[Unit] = []
+    start = Unit.start
+
+    def counted(unit: Unit, *arguments: Any) -> Any:
+        started.append(unit)
+        return start(unit, *arguments)
+
+    monkeypatch.setattr(Unit, "start", counted)
+
+    def layer(w: dict[str, Tensor], x: Tensor, ctx: Any) -> Tensor:
+        return x + torch.tanh(x @ w["up"])
+
+    def gradients(halved: bool) -> tuple[list[Tensor], list[int]]:
+        engine = Engine(spec, [(name,) for name in names], mesh, torch.float32, Reshard(), CompileConfig(), turns=False, fetched=True,
+                        halved=halved)
+        started.clear()
+        run, y, counts = Pass(engine, leaves, SimpleNamespace(training=True)), x, []
+        for name in names:
+            y = run((name,), layer, y)
+        stage, part = Stage(1, range(3), enters=False, learns_before=True), Part(run, x, y, None)
+        work = StepWork([{}], {1: leaves}, run.shared, lambda *_: (part, {}))
+        counts.append(len(started))
+        if halved:
+            dx, rest = work.backward_inputs(stage, part, dy)
+            use = run.last
+            while use is not None:
+                assert not use.live
+                use = use.before
+            counts.append(len(started))
+            rest()
+        else:
+            dx = work.backward(stage, part, dy)
+        assert dx is not None
+        return [dx, *work.grads.values()], [*counts, len(started)]
+
+    expected, whole = gradients(halved=False)
+    found, counts = gradients(halved=True)
+    torch.testing.assert_close(found, expected)
+    assert whole == [3, 6]
+    assert counts == [3, 6, 6]
