@@ -108,9 +108,9 @@ def turns(cfg: Config, pp_rank: int) -> bool:
     return places(cfg)[-1] == pp_rank and schedule_of(cfg) in ("1f1b", "interleaved_1f1b", "zero_bubble", "zbv")
 
 
-def halved(cfg: Config) -> bool:
-    """Whether gradients of inputs and of weights are computed apart."""
-    return schedule_of(cfg) in APART
+def halved(cfg: Config, pp_rank: int) -> bool:
+    """Whether that rank computes gradients of inputs, where it has one of which a gradient is wanted, apart from those of weights."""
+    return schedule_of(cfg) in APART and any(stage.learns_before for stage in own_stages(cfg, pp_rank))
 
 
 def waiting(cfg: Config, rows: int) -> float:

@@ -89,7 +89,7 @@ def make_engine(cfg: Config, mesh: Mesh) -> Engine:
     units = [list(speech_lm.units(cfg, stage)) for stage in own_stages(cfg, mesh.pp_rank)]
     return Engine(speech_lm.spec(cfg), chain.from_iterable(units), mesh, DTYPES[cfg.precision], reshard, cfg.compile, recompute=recompute,
                   sums=sums, apart={first for first, *_ in units[1:]}, turns=turns(cfg, mesh.pp_rank),
-                  fetched=offload_of(cfg) == "parameters", halved=halved(cfg), **bind)
+                  fetched=offload_of(cfg) == "parameters", halved=halved(cfg, mesh.pp_rank), **bind)
 
 
 def make_transfers(cfg: Config, mesh: Mesh) -> Transfers:

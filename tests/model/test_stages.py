@@ -70,3 +70,22 @@ def test_without_a_pipeline_a_row_goes_back_at_once(schedule: str) -> None:
     cfg = load(f"parallel.pp_schedule={schedule}")
     found = [(a.kind, a.row) for a in stages.actions_of_step(cfg, 0, 2)]
     assert found == [("forward", 0), ("backward", 0), ("forward", 1), ("backward", 1)]
+
+
+def test_halves_of_a_backward_are_for_ranks_whose_inputs_want_gradients() -> None:
+    def found(schedule: str, chunks: int, *more: str) -> list[bool]:
+        cfg = load("parallel.pp=2", f"parallel.pp_schedule={schedule}", f"parallel.pp_chunks={chunks}", *more)
+        return [stages.halved(cfg, rank) for rank in range(2)]
+
+    assert found("zero_bubble", 1) == [False, True]  # the first stage has no input
+    assert found("zero_bubble", 2) == found("zbv", 2) == found("dualpipev", 2) == [True, True]
+    assert found("1f1b", 1) == found("interleaved_1f1b", 2) == [False, False]
+    frozen = "model.freeze_params=[encoder,projector,decoder.embedding,'decoder.layers.[0-3]']"
+    assert found("zero_bubble", 1, "parallel.pp_layers=[4,4]", "train.ctc_weight=0", frozen) == [False, False]
+
+
+def test_both_ends_of_a_v_are_on_the_first_rank() -> None:
+    cfg = load("parallel.pp=2", "parallel.pp_chunks=2", "parallel.pp_schedule=zbv", "model.decoder.tie_embeddings=true")
+    assert [[stage.index for stage in stages.own_stages(cfg, rank)] for rank in range(2)] == [[0, 3], [1, 2]]
+    assert stages.shared_leaves(cfg) == ()  # one rank has the embedding, and uses it twice
+    assert [stages.turns(cfg, rank) for rank in range(2)] == [True, False]
