@@ -13,7 +13,7 @@ def alone() -> dict[str, Any]:
     return transcripts([])
 
 
-@pytest.mark.parametrize("layout", [["parallel.pp=2", "parallel.pp_chunks=2", "parallel.pp_schedule=interleaved_1f1b"],
+@pytest.mark.parametrize("layout", [["parallel.pp=2", "parallel.pp_chunks=2", "parallel.pp_schedule=zbv"],
                                     ["parallel.tp=2", "parallel.ep=2"]], ids=["pp", "tp and ep"])
 def test_ranks_that_share_their_rows_answer_as_one_process(layout: list[str], alone: dict[str, Any]) -> None:
     assert torchrun(2, "tests.dist.generation_worker", *layout) == alone
