@@ -87,6 +87,7 @@ def test_the_second_half_of_a_backward_gathers_nothing(monkeypatch: pytest.Monke
         return start(unit, *arguments)
 
     monkeypatch.setattr(Unit, "start", counted)
+    monkeypatch.setattr(torch._functorch.config, "donated_buffer", True)
 
     def layer(w: dict[str, Tensor], x: Tensor, ctx: Any) -> Tensor:
         return x + torch.tanh(x @ w["up"])
@@ -109,6 +110,8 @@ def test_the_second_half_of_a_backward_gathers_nothing(monkeypatch: pytest.Monke
                 use = use.before
             counts.append(len(started))
             rest()
+            assert not run.shared.inputs_done  # the next row's layers need their weights
+            assert not torch._functorch.config.donated_buffer  # a graph whose backward comes again keeps what it was given
         else:
             dx = work.backward(stage, part, dy)
         assert dx is not None

@@ -113,6 +113,20 @@ def test_each_operator_is_in_one_half() -> None:
     assert parts[0].second_gives == [0, 1, 2]
 
 
+def test_each_half_takes_what_it_needs_and_the_caller_keeps_nothing() -> None:
+    def run(graph: GraphModule) -> halves.Run:
+        return lambda arguments: graph(*arguments)
+
+    found = halves.cut(torch.fx.symbolic_trace(lambda a, b, c: (a * c, b + c)), [False, True])
+    assert found is not None
+    assert (found.first_takes, found.second_takes) == ([0, 2], [1, 2])
+    arguments = [torch.tensor(2.0), torch.tensor(3.0), torch.tensor(5.0)]
+    results, rest = halves.in_halves(found, run(found.first), run(found.second)).begin(arguments)
+    assert arguments == []
+    assert results == [10.0, None]
+    assert rest() == [10.0, 8.0]
+
+
 def test_a_backward_without_inputs_or_weights_to_learn_is_not_cut() -> None:
     graph = torch.fx.symbolic_trace(lambda a, b: (a @ b, None))
     assert halves.cut(graph, [True, False]) is None
