@@ -117,6 +117,8 @@ def test_the_second_half_of_a_backward_gathers_nothing(monkeypatch: pytest.Monke
         assert dx is not None
         return [dx, *work.grads.values()], [*counts, len(started)]
 
+    eager = Engine(spec, [(name,) for name in names], mesh, torch.float32, Reshard(), CompileConfig(enabled=False), halved=True)
+    assert not Pass(eager, leaves, SimpleNamespace(training=True)).halved  # its backward is whole
     expected, whole = gradients(halved=False)
     found, counts = gradients(halved=True)
     torch.testing.assert_close(found, expected)
