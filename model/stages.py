@@ -104,8 +104,8 @@ def actions_of_step(cfg: Config, pp_rank: int, rows: int) -> list[Action]:
 
 
 def turns(cfg: Config, pp_rank: int) -> bool:
-    """Whether that rank has the last stage, which goes backward with a row right after its forward."""
-    return places(cfg)[-1] == pp_rank and schedule_of(cfg) in ("1f1b", "interleaved_1f1b", "zero_bubble", "zbv")
+    """Whether that rank has the last stage, which is done with a row right after its forward."""
+    return places(cfg)[-1] == pp_rank and schedule_of(cfg) in ("1f1b", "interleaved_1f1b", "zbv")
 
 
 def halved(cfg: Config, pp_rank: int) -> bool:

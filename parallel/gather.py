@@ -248,7 +248,7 @@ class Shared:
     whole: dict[Unit, list[Tensor]] = field(default_factory=dict)
     pending: dict[Unit, list[Tensor | None]] = field(default_factory=dict)
     under_way: list[Reduction] = field(default_factory=list)
-    inputs_done: bool = False  # backward is in its second half (see training.halves), which needs no weight
+    inputs_done: bool = False  # backward is in its second half (see training.halves), which asks for no weight again
     sums: dict[Tensor, Tensor] = field(default_factory=dict)  # of gradient shards over the micro-batches so far, by the parameter's shard
 
     def reduce(self, unit: Unit, grads: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:

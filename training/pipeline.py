@@ -202,7 +202,7 @@ def carry_out(actions: Sequence[Action], stages: Sequence[Stage], tokens: Sequen
             hand_over(action, part.y_TD)
         elif kind in (BACKWARD, INPUTS):
             part, arrived = held.pop((index, row)), arriving.pop(action.message, None)
-            if arrived and part.run:
+            if arrived and part.run and (kind == BACKWARD or stages[index].learns_before):  # else all of it comes later
                 part.run.prepare_backward()
             dy_TD = arrived() if arrived else None
             if kind == BACKWARD:

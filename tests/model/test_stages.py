@@ -88,4 +88,14 @@ def test_both_ends_of_a_v_are_on_the_first_rank() -> None:
     cfg = load("parallel.pp=2", "parallel.pp_chunks=2", "parallel.pp_schedule=zbv", "model.decoder.tie_embeddings=true")
     assert [[stage.index for stage in stages.own_stages(cfg, rank)] for rank in range(2)] == [[0, 3], [1, 2]]
     assert stages.shared_leaves(cfg) == ()  # one rank has the embedding, and uses it twice
-    assert [stages.turns(cfg, rank) for rank in range(2)] == [True, False]
+
+
+def test_which_rank_is_done_with_a_row_right_after_its_forward() -> None:
+    """The gathered head stays from forward to backward there, and must not stay for the rows that wait for their second half."""
+    def found(schedule: str, chunks: int) -> list[bool]:
+        cfg = load("parallel.pp=2", f"parallel.pp_schedule={schedule}", f"parallel.pp_chunks={chunks}")
+        return [stages.turns(cfg, rank) for rank in range(2)]
+
+    assert found("1f1b", 1) == found("interleaved_1f1b", 2) == [False, True]
+    assert found("zbv", 2) == [True, False]
+    assert found("gpipe", 1) == found("zero_bubble", 1) == found("dualpipev", 2) == [False, False]
