@@ -198,7 +198,7 @@ def pipelines() -> list[Cell]:
         Cell("pp 2, ZBV, one row, tied", 2, in_a_v, rows=1, model=VARIANT),
         Cell("pp 2, DualPipeV", 2, in_a_v | {"pp_schedule": "dualpipev"}),
         Cell("pp 2, ep 2, DualPipeV, tied", 4, in_a_v | {"pp_schedule": "dualpipev", "ep": 2}, rows=12, model=VARIANT, quick=True),
-        Cell("pp 4, zero bubble", 4, {"pp": 4, "pp_schedule": "zero_bubble"}, rows=8, quick=True),
+        Cell("pp 4, zero bubble", 4, {"pp": 4, "pp_schedule": "zero_bubble"}, rows=8),
         Cell("pp 2, cp 2, tp 2, ZBV, gradients reduced once", 8, in_a_v | {"cp": 2, "tp": 2, "defer_grad_sync": True}),
         Cell("pp 2, experts without a token", 2, {"pp": 2}, starved=True),
         Cell("pp 2, swiglu, tied, biases, norms of heads and batches, 1 Mamba group", 2, {"pp": 2}, model=VARIANT),
